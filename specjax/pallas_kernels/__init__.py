@@ -1,0 +1,1 @@
+"""One folder an op: the reference in plain jnp, and its kernels."""

@@ -1,0 +1,1 @@
+"""Attention of draft rows over the committed cache and their own ancestors."""

@@ -1,0 +1,1 @@
+"""Target models in Flax NNX, exported as pure functions."""

@@ -1,0 +1,56 @@
+"""The layers that decoders and drafters are made of. Matrices are stored `[out, in]`, as checkpoints have them."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.array_types import Array, Float
+
+INIT_STD = 0.02
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm over the last axis, accumulated in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float, dtype=jnp.float32):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.ones((size,), dtype))
+
+    def __call__(self, x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
+        wide = x.astype(jnp.float32)
+        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (wide * scale * self.weight[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """`x @ weight.T (+ bias)`, with the weight stored `[out, in]`."""
+
+    def __init__(self, size_in: int, size_out: int, *, bias: bool = False, rngs: nnx.Rngs, dtype=jnp.float32):
+        self.weight = nnx.Param(INIT_STD * jax.random.normal(rngs.params(), (size_out, size_in), dtype))
+        self.bias = nnx.Param(jnp.zeros((size_out,), dtype)) if bias else None
+
+    def __call__(self, x: Float[Array, "N i"]) -> Float[Array, "N o"]:
+        y = project(self.weight[...], x)
+        return y if self.bias is None else y + self.bias[...]
+
+
+def project(weight: Float[Array, "o i"], x: Float[Array, "N i"], out_dtype=None) -> Float[Array, "N o"]:
+    """`x @ weight.T`, written as `weight @ x.T`.
+
+    With few rows the weight is the large operand, and XLA's CPU backend streams it best from the left: two to six
+    float32 rows then cost what one costs, twice as much the other way round. One bfloat16 row takes a slow scalar
+    path there, six times the time of two, so it is padded to two.
+    """
+    single = x.shape[0] == 1 and weight.dtype == jnp.bfloat16
+    if single:
+        x = jnp.concatenate([x, jnp.zeros_like(x)])
+    y = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
+    return y[:, :1].T if single else y.T
+
+
+def rotate(x: Float[Array, "N h f"], cos: Float[Array, "N f2"], sin: Float[Array, "N f2"]) -> Float[Array, "N h f"]:
+    """Rotary position embedding, half-split ("NeoX") pairs (arXiv 2104.09864), in float32."""
+    half = x.shape[-1] // 2
+    low, high = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    c, s = cos[:, None, :], sin[:, None, :]
+    return jnp.concatenate([low * c - high * s, high * c + low * s], axis=-1).astype(x.dtype)

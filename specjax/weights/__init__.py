@@ -1,0 +1,1 @@
+"""Checkpoints, tokenizers and where a model name is found."""
