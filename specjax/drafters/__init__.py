@@ -1,0 +1,1 @@
+"""Drafters: one file each, one line in the registry."""
