@@ -1,0 +1,1 @@
+"""The command line: `specjax generate | demo | bench | convert | doctor`."""

@@ -1,0 +1,157 @@
+"""`specjax bench`: drafters against plain decoding, on the same prompts, in the same process, in turns."""
+
+import contextlib
+import dataclasses
+import importlib.util
+from collections.abc import Callable, Generator
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+from specjax import config
+from specjax.cli import flags, prompts, report
+from specjax.cli.prompts import Conversation
+from specjax.cli.report import Sample
+from specjax.config import DrafterConfig, NoDrafter
+
+if TYPE_CHECKING:
+    from specjax.engine.engine import Engine
+    from specjax.sampling import SamplingParams
+
+HELP = """Measure drafters against plain decoding.
+
+  specjax bench --prompts configs/prompts/demo.jsonl --drafters none,ngram,suffix
+  specjax bench --prompts mine.jsonl --drafters ngram --repeats 5 --json out.json --plot out.png
+  specjax bench --prompts mine.jsonl --batch 8 --temperature 0.7
+
+Engines share the target's weights and take turns, so that a drifting clock hits all alike. Compilation and prefill are
+not counted (with --batch above 1 prefill is: requests start while others decode). Medians over the repeats, with
+minimum and maximum. Exit code 1 if float32 tokens differ from plain's at temperature 0."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Bench(flags.EngineFlags):
+    """Flags of `specjax bench`."""
+
+    prompts: Annotated[str, flags.text("FILE.jsonl")]
+    """A line a conversation: {"turns": [...], "category": "..."} or {"messages": [...]}."""
+    drafters: Annotated[str, flags.text("KIND|PATH,...")] = "none,ngram,suffix"
+    """What to compare. A drafter takes its options from the configuration if that is of its kind."""
+    max_tokens: Annotated[int, flags.text("N")] = 128
+    """Most tokens of an answer."""
+    repeats: Annotated[int, flags.text("R")] = 3
+    """Times that every drafter answers everything."""
+    temperature: Annotated[float, flags.text("T")] = 0.0
+    """0 takes the most likely token."""
+    json: Annotated[str | None, flags.text("FILE.json")] = None
+    """Write all figures here."""
+    plot: Annotated[str | None, flags.text("FILE.png")] = None
+    """Draw acceptance length and ratio by category."""
+
+    def run(self) -> int:
+        """Measure, print, write; 1 if tokens differ that must not."""
+        from specjax.cli.machine import ceiling, facts
+        from specjax.sampling import SamplingParams
+
+        if self.repeats < 1:
+            raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
+        self._check_outputs()
+        conversations = prompts.read(self.prompts)
+        params = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature)
+        run, drafters = self.run_config(), self._drafters()
+        plain = flags.load_engine(run.model_copy(update={"drafter": NoDrafter()}), quiet=False)
+        engines = {name: plain if name == "none" else plain.with_drafter(d) for name, d in drafters.items()}
+        about = plain.describe()
+        machine = {**facts(), "dtype": about["dtype"], **ceiling(about["dtype"])}
+        with _progress() as tick:
+            samples = measure(engines, conversations, params, self.repeats, tick)
+        settings = {
+            "target": about["target"],
+            "prompts": self.prompts,
+            "conversations": len(conversations),
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "batch": run.batch,
+            "context": run.context,
+            "repeats": self.repeats,
+        }
+        found = report.summarise(machine, settings, about, samples)
+        report.show(found)
+        if self.json is not None:
+            report.write_json(found, Path(self.json))
+        if self.plot is not None:
+            report.write_plot(found, Path(self.plot))
+        must_match = self.temperature == 0 and machine["dtype"] == "float32"
+        return 1 if must_match and any(d["different_answers"] for d in found["drafters"]) else 0
+
+    def _drafters(self) -> dict[str, DrafterConfig]:
+        """The drafters by name, plain decoding first: every ratio needs it."""
+        names = [name.strip() for name in self.drafters.split(",") if name.strip()]
+        if len(set(names)) != len(names):
+            raise ValueError(f"--drafters names one twice: {self.drafters}")
+        if "none" not in names:
+            flags.note("added 'none' to the drafters: the ratio to plain needs it")
+        own = self.run_config().drafter
+        wanted = [name for name in names if name != "none"]
+        return {"none": NoDrafter()} | {n: own if n == own.kind else config.drafter(n) for n in wanted}
+
+    def _check_outputs(self) -> None:
+        """Refuse what cannot be written before anything is measured."""
+        for path in (self.json, self.plot):
+            if path is not None and not Path(path).absolute().parent.is_dir():
+                raise ValueError(f"cannot write {path}: its folder does not exist")
+        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'specjax[plot]'")
+
+
+def measure(
+    engines: dict[str, "Engine"],
+    conversations: list[Conversation],
+    params: "SamplingParams",
+    repeats: int,
+    tick: Callable[[str, int], Any],
+) -> dict[str, list[dict[str, Sample]]]:
+    """Answer everything with every engine, `repeats` times; the order turns round each time.
+
+    An engine forgets its earlier requests before each repeat: a drafter that learns from answers must not have seen
+    the very ones that it is measured on.
+
+    Returns:
+        By drafter, for each repeat, a sample of each category.
+    """
+    categories = list(dict.fromkeys(c.category for c in conversations))
+    groups = {name: [c for c in conversations if c.category == name] for name in categories}
+    samples: dict[str, list[dict[str, Sample]]] = {name: [] for name in engines}
+    for engine in engines.values():
+        prompts.answer(engine, conversations[:1], dataclasses.replace(params, max_tokens=2))
+    total = repeats * len(engines) * len(groups)
+    for repeat in range(repeats):
+        for name in list(engines)[:: 1 if repeat % 2 == 0 else -1]:
+            engines[name].reset()
+            taken = {}
+            for category, group in groups.items():
+                tick(f"{name}, {category}", total)
+                taken[category] = _sample(engines[name], group, params)
+            samples[name].append(taken)
+    return samples
+
+
+def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams") -> Sample:
+    about, started = engine.describe(), perf_counter()
+    answers = prompts.answer(engine, group, params)
+    elapsed = perf_counter() - started
+    results = [result for turns in answers for result in turns]
+    if about["batch"] == 1:
+        return Sample.of_each(results, about)
+    return Sample.of_batch(results, elapsed)
+
+
+@contextlib.contextmanager
+def _progress() -> Generator[Callable[[str, int], None]]:
+    """A progress bar on stderr, as a function of the step that begins and of the number of steps."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring", total=None, completed=-1)
+        yield lambda step, total: bar.update(task, description=step, total=total, advance=1)

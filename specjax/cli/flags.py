@@ -1,0 +1,143 @@
+"""Flags that several commands share, and what they turn into. Nothing here imports JAX, so that `--help` is quick."""
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from specjax import config
+from specjax.config import RunConfig
+
+if TYPE_CHECKING:
+    from specjax.engine.engine import Engine
+    from specjax.sampling import SamplingParams
+
+Repeated = tyro.conf.UseAppendAction
+
+
+def text(metavar: str) -> Any:
+    """A flag whose value is shown as `metavar` in the help."""
+    return tyro.conf.arg(
+        metavar=metavar, help_behavior_hint=lambda default: "" if default == "None" else f"({default})"
+    )
+
+
+@dataclasses.dataclass(kw_only=True)
+class CommonFlags:
+    """Of every command."""
+
+    debug: bool = False
+    """Show the traceback of an error."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineFlags(CommonFlags):
+    """What to run: a configuration file, changed by the flags below, changed by --set."""
+
+    config: Annotated[str | None, text("FILE.yaml")] = None
+    """Run configuration; see configs/."""
+    target: Annotated[str | None, text("MODEL")] = None
+    """smollm2-135m, a model folder, a GGUF file or a hub id."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"] | None, text("auto|float32|bfloat16")] = None
+    """Of weights and activations."""
+    batch: Annotated[int | None, text("N")] = None
+    """Requests that decode together."""
+    overrides: Annotated[tuple[str, ...], tyro.conf.arg(name="set", aliases=["-o"], metavar="KEY=VALUE"), Repeated] = ()
+    """Any option of the run configuration, e.g. -o drafter.num_speculative_tokens=4 (counts drafts, not the root)."""
+
+    def run_config(self, drafter: str | dict[str, Any] | None = None) -> RunConfig:
+        """The configuration of these flags and a drafter; the file yields to flags, flags to --set."""
+        flags = {"target": self.target, "dtype": self.dtype, "batch": self.batch, "drafter": drafter}
+        given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
+        return config.load(self.config, [*given, *self.overrides])
+
+
+@dataclasses.dataclass(kw_only=True)
+class DrafterFlags(EngineFlags):
+    """An engine with one drafter."""
+
+    drafter: Annotated[str | None, text("KIND|PATH")] = None
+    """none, ngram, suffix, draft_model, or the path of a draft model."""
+    speculative_config: Annotated[str | None, text("JSON")] = None
+    """The drafter in vLLM's words, e.g. '{"method": "ngram", "num_speculative_tokens": 4}'."""
+
+    def named_drafter(self) -> str | dict[str, Any] | None:
+        """The drafter of these flags, for `run_config`."""
+        if self.speculative_config is None:
+            return self.drafter
+        if self.drafter is not None:
+            raise ValueError("--drafter and --speculative-config both name a drafter; leave one out")
+        return config.from_speculative_config(self.speculative_config).model_dump()
+
+
+@dataclasses.dataclass(kw_only=True)
+class SamplingFlags:
+    """The fields of `SamplingParams`, with its defaults."""
+
+    max_tokens: Annotated[int, text("N")] = 128
+    """Most tokens to generate."""
+    temperature: Annotated[float, text("T")] = 0.0
+    """0 takes the most likely token."""
+    top_k: Annotated[int, text("K")] = 0
+    """Keep the K most likely tokens; 0 is off."""
+    top_p: Annotated[float, text("P")] = 1.0
+    """Keep the fewest tokens that hold this mass; 1 is off."""
+    min_p: Annotated[float, text("P")] = 0.0
+    """Keep tokens at least this fraction as likely as the best; 0 is off."""
+    repetition_penalty: Annotated[float, text("X")] = 1.0
+    """Of tokens in prompt and output; 1 is off."""
+    presence_penalty: Annotated[float, text("X")] = 0.0
+    """Of every token generated so far."""
+    frequency_penalty: Annotated[float, text("X")] = 0.0
+    """The same, once per occurrence."""
+    logit_bias: Annotated[str | None, text("JSON")] = None
+    """Added to logits, e.g. '{"42": -100}'."""
+    min_tokens: Annotated[int, text("N")] = 0
+    """No end before this many tokens."""
+    seed: Annotated[int | None, text("N")] = None
+    """The same seed gives the same text."""
+    stop: Annotated[tuple[str, ...], text("TEXT"), Repeated] = ()
+    """End at this text; may be given several times."""
+    stop_token_ids: Annotated[tuple[int, ...], text("ID"), Repeated] = ()
+    """End at this token; may be given several times."""
+    include_stop: bool = False
+    """Keep the stop text."""
+    ignore_eos: bool = False
+    """Go on past the model's end tokens."""
+    logprobs: Annotated[int | None, text("N")] = None
+    """Report log-probabilities, of the token and the N most likely ones."""
+
+    def params(self) -> "SamplingParams":
+        """The sampling parameters of these flags; ValueError for values out of range."""
+        from specjax.sampling import SamplingParams
+
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(SamplingFlags)}
+        if values["logit_bias"] is None:
+            del values["logit_bias"]
+        else:
+            values["logit_bias"] = _json_object("--logit-bias", values["logit_bias"])
+        return SamplingParams(**values)
+
+
+def load_engine(run: RunConfig, *, quiet: bool) -> "Engine":
+    """The engine of a configuration."""
+    from specjax.engine.engine import Engine
+
+    return Engine.load(run, quiet=quiet)
+
+
+def note(message: str) -> None:
+    """A line for the reader; results alone go to stdout."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def _json_object(flag: str, given: str) -> dict[str, Any]:
+    try:
+        value = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{flag} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{flag} must be a JSON object, got {given}")
+    return value

@@ -1,0 +1,71 @@
+"""The entry point: parse, run, and turn an error into one message and exit code 2."""
+
+import functools
+import operator
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from specjax import __version__
+from specjax.cli import bench, convert, demo, doctor, generate
+
+HELP = """Speculative decoding in JAX and Pallas.
+
+  specjax doctor                                      what this machine offers
+  specjax demo                                        plain and n-gram decoding side by side
+  specjax generate --drafter ngram "Write a haiku."   text on stdout
+  specjax COMMAND --help                              flags and examples of a command
+  specjax --version"""
+
+COMMANDS = {
+    "generate": (generate.Generate, generate.HELP),
+    "demo": (demo.Demo, demo.HELP),
+    "bench": (bench.Bench, bench.HELP),
+    "convert": (convert.Convert, convert.HELP),
+    "doctor": (doctor.Doctor, doctor.HELP),
+}
+
+
+def parse(argv: Sequence[str]) -> Any:
+    """The command of these arguments, ready to `run()`. tyro prints help and usage errors, and exits."""
+    options = {"config": (tyro.conf.FlagCreatePairsOff,)}
+    if argv and argv[0] in COMMANDS:
+        command, text = COMMANDS[argv[0]]
+        return tyro.cli(command, prog=f"specjax {argv[0]}", description=text, args=argv[1:], **options)
+    # Nothing that can run: only for the list of commands, and for the message about an unknown one.
+    listed = [
+        Annotated[command, tyro.conf.subcommand(name, description=text.partition("\n")[0])]
+        for name, (command, text) in COMMANDS.items()
+    ]
+    return tyro.cli(functools.reduce(operator.or_, listed), prog="specjax", description=HELP, args=argv, **options)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code: 0, 1 (the command's own verdict), 2 (an error) or 130 (interrupted)."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if argv == ["--version"]:
+        print(f"specjax {__version__}")
+        return 0
+    command = parse(argv)
+    try:
+        return command.run()
+    except BrokenPipeError:
+        # The reader of stdout has left; nothing is wrong. Python would complain at exit unless stdout leads somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if command.debug:
+            raise
+        expected = isinstance(error, ValueError | OSError)
+        name = "" if expected else f"{type(error).__name__}: "
+        print(f"error: {name}{error}" + ("" if expected else "\n(--debug shows where)"), file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Prompt sets: JSONL with `turns`, `messages` or `prompt`, and an optional `category`; and how they are answered."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.engine.engine import Engine
+    from specjax.engine.request import Result
+    from specjax.sampling import SamplingParams
+
+UNNAMED = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """One line of a prompt set.
+
+    Attributes:
+        turns: what the user says; each turn but the first follows the model's answer to the one before.
+        before: messages that stand before the first turn.
+        category: the line's group in reports.
+    """
+
+    turns: tuple[str, ...]
+    before: tuple[dict[str, Any], ...] = ()
+    category: str = UNNAMED
+
+
+def read(path: str | Path) -> list[Conversation]:
+    """Read a JSONL prompt set; other keys of a line (ids, references) are left alone.
+
+    Raises:
+        ValueError: the file cannot be read, or its faulty lines, all listed.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read the prompts: {error}") from None
+    found, faults = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_conversation(json.loads(line)))
+        except ValueError as error:
+            faults.append(f"{path}:{number}: {error}")
+    if faults:
+        raise ValueError("\n".join(faults))
+    if not found:
+        raise ValueError(f"{path} holds no prompts")
+    return found
+
+
+def answer(
+    engine: "Engine", conversations: Sequence[Conversation], params: "SamplingParams", *, raw: bool = False
+) -> list[list["Result"]]:
+    """Decode every turn of every conversation, as many at a time as the engine's batch holds.
+
+    Args:
+        engine: what decodes.
+        conversations: from `read`.
+        params: of every request.
+        raw: prompts go in as they are, without the chat template; only for a single turn.
+
+    Returns:
+        For each conversation, the results of its turns.
+
+    Raises:
+        ValueError: `raw` with several turns or with messages.
+    """
+    if raw and any(len(c.turns) != 1 or c.before for c in conversations):
+        raise ValueError("raw prompts have no turns: leave --raw out for prompts with several turns or messages")
+    histories = [list(c.before) for c in conversations]
+    results: list[list[Result]] = [[] for _ in conversations]
+    for turn in range(max(len(c.turns) for c in conversations)):
+        going = [i for i, c in enumerate(conversations) if turn < len(c.turns)]
+        for i in going:
+            histories[i].append({"role": "user", "content": conversations[i].turns[turn]})
+        prompts = [conversations[i].turns[turn] if raw else list(histories[i]) for i in going]
+        for i, result in zip(going, engine.generate(prompts, params, raw=raw), strict=True):
+            results[i].append(result)
+            histories[i].append({"role": "assistant", "content": result.text})
+    return results
+
+
+def _conversation(record: Any) -> Conversation:
+    if not isinstance(record, dict):
+        raise ValueError("a line must be a JSON object")
+    given = [key for key in ("turns", "messages", "prompt") if key in record]
+    if len(given) != 1:
+        raise ValueError(f"a line needs exactly one of turns, messages and prompt, got {given or 'none'}")
+    category = record.get("category", UNNAMED)
+    if not isinstance(category, str):
+        raise ValueError(f"category must be a string, got {category!r}")
+    if given == ["messages"]:
+        return _from_messages(record["messages"], category)
+    turns = record["turns"] if given == ["turns"] else [record["prompt"]]
+    if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+        raise ValueError(f"{given[0]} must hold text, got {turns!r}")
+    turns = tuple(turn for turn in turns if turn.strip())  # published sets ship placeholders
+    if not turns:
+        raise ValueError(f"{given[0]} holds no text")
+    return Conversation(turns, category=category)
+
+
+def _from_messages(messages: Any, category: str) -> Conversation:
+    shaped = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not shaped or not messages or messages[-1]["role"] != "user":
+        raise ValueError("messages must be a list of role and content, the last one the user's")
+    return Conversation((messages[-1]["content"],), tuple(messages[:-1]), category)

@@ -1,0 +1,238 @@
+"""The figures of a bench: from samples to one plain dictionary, and from that to a table, a JSON file and a plot."""
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.engine.request import Result, SpecStats
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What one engine did with the prompts of one category, once.
+
+    Attributes:
+        seconds: of decoding (a batch: of everything).
+        tokens: decoded in that time.
+        specs: speculation counters, one a request.
+        ids: the answers' tokens.
+        read_bytes: bytes that the target passes read; None for a batch, whose requests share passes.
+    """
+
+    seconds: float
+    tokens: int
+    specs: list["SpecStats"]
+    ids: list[list[int]]
+    read_bytes: float | None
+
+    @classmethod
+    def of_each(cls, results: list["Result"], about: dict[str, Any]) -> "Sample":
+        """Requests that ran alone: the first token of each is prefill's. A pass reads weights and the cache so far."""
+        weights, slot = about["weights_bytes"], about["kv_bytes_per_token"]
+        return cls(
+            seconds=sum(r.timing.decode_s for r in results),
+            tokens=sum(len(r.token_ids) - 1 for r in results),
+            specs=[r.spec for r in results],
+            ids=[r.token_ids for r in results],
+            read_bytes=sum(
+                r.spec.rounds * (weights + slot * (r.prompt_tokens + len(r.token_ids) / 2)) for r in results
+            ),
+        )
+
+    @classmethod
+    def of_batch(cls, results: list["Result"], seconds: float) -> "Sample":
+        """Requests that ran together in `seconds`, prefill included."""
+        return cls(
+            seconds=seconds,
+            tokens=sum(len(r.token_ids) for r in results),
+            specs=[r.spec for r in results],
+            ids=[r.token_ids for r in results],
+            read_bytes=None,
+        )
+
+    @classmethod
+    def pooled(cls, samples: Iterable["Sample"]) -> "Sample":
+        """Several samples as one."""
+        samples = list(samples)
+        read = [s.read_bytes for s in samples if s.read_bytes is not None]
+        return cls(
+            seconds=sum(s.seconds for s in samples),
+            tokens=sum(s.tokens for s in samples),
+            specs=[spec for s in samples for spec in s.specs],
+            ids=[ids for s in samples for ids in s.ids],
+            read_bytes=sum(read) if len(read) == len(samples) else None,
+        )
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens per second; None where nothing was decoded."""
+        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
+
+
+Samples = dict[str, list[dict[str, Sample]]]
+
+
+def summarise(machine: dict, settings: dict, about: dict[str, Any], samples: Samples) -> dict[str, Any]:
+    """All figures of a bench, ready for JSON.
+
+    Args:
+        machine: where it ran, with what memory and products reach there.
+        settings: what was asked for.
+        about: `Engine.describe()` of the plain engine.
+        samples: by drafter, for each repeat, by category; `none` among them.
+    """
+    parameters = about["weights_bytes"] / (2 if about["dtype"] == "bfloat16" else 4)
+    drafters = []
+    for name, repeats in samples.items():
+        whole = [Sample.pooled(repeat.values()) for repeat in repeats]
+        plain = [Sample.pooled(repeat.values()) for repeat in samples["none"]]
+        by_category = {
+            category: _figures([r[category] for r in repeats], [r[category] for r in samples["none"]], parameters)
+            for category in repeats[0]
+        }
+        pairs = [
+            (a, b) for mine, theirs in zip(whole, plain, strict=True) for a, b in zip(mine.ids, theirs.ids, strict=True)
+        ]
+        drafters.append(
+            {
+                "drafter": name,
+                **_figures(whole, plain, parameters),
+                "answers": len(pairs),
+                "different_answers": sum(a != b for a, b in pairs),
+                "by_category": by_category,
+            }
+        )
+    return {"machine": machine, "settings": settings, "drafters": drafters}
+
+
+def _figures(mine: list[Sample], plain: list[Sample], parameters: float) -> dict[str, Any]:
+    """Figures of one drafter: counters pooled over the repeats, times as medians with their range."""
+    from specjax.engine.request import SpecStats
+
+    spec = SpecStats()
+    for sample in mine:
+        for one in sample.specs:
+            spec.merge(one)
+    ratios = [a.speed / b.speed for a, b in zip(mine, plain, strict=True) if a.speed and b.speed]
+    # A target pass multiplies every parameter with each of its rows: the roots and the drafts.
+    rows = [sum(s.rounds + s.drafted for s in sample.specs) for sample in mine]
+    return {
+        "acceptance_length": spec.acceptance_length,
+        "per_position": spec.per_position,
+        **_spread("tokens_per_s", [sample.speed for sample in mine]),
+        **_spread("ratio_to_plain", ratios),
+        **_spread("read_gb_s", [s.read_bytes / s.seconds / 1e9 for s in mine if s.read_bytes and s.seconds]),
+        **_spread(
+            "gflop_s", [2 * parameters * n / s.seconds / 1e9 for n, s in zip(rows, mine, strict=True) if s.seconds]
+        ),
+    }
+
+
+def _spread(name: str, values: Iterable[float | None]) -> dict[str, Any]:
+    known = [value for value in values if value is not None]
+    if not known:
+        return {name: None, f"{name}_range": None}
+    return {name: statistics.median(known), f"{name}_range": [min(known), max(known)]}
+
+
+def show(found: dict[str, Any]) -> None:
+    """Print the figures as tables on stdout."""
+    import sys
+
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+    machine, settings = found["machine"], found["settings"]
+    console.print(
+        f"{settings['target']}, {machine['dtype']}, on {machine['device']} ({machine['cpu']}, {machine['cores']} "
+        f"cores); jax {machine['jax']}; batch {settings['batch']}, context {settings['context']}, temperature "
+        f"{settings['temperature']}, up to {settings['max_tokens']} tokens, {settings['conversations']} conversations "
+        f"of {settings['prompts']}, {settings['repeats']} repeats"
+    )
+    console.print(f"ceiling: reads {machine['read_gb_s']:.1f} GB/s, products {machine['gflop_s']:.0f} GFLOP/s")
+    table = Table(
+        "drafter", "acceptance length", "by position", "tokens/s", "ratio to plain", "GB/s", "GFLOP/s", "tokens"
+    )
+    for drafter in found["drafters"]:
+        differ = drafter["different_answers"]
+        same = f"{differ} of {drafter['answers']} answers differ" if differ else "as plain's"
+        table.add_row(
+            drafter["drafter"],
+            f"{drafter['acceptance_length']:.2f}",
+            " ".join(f"{share:.2f}" for share in drafter["per_position"]) or "-",
+            _range(drafter, "tokens_per_s", ".1f"),
+            _range(drafter, "ratio_to_plain", ".2f"),
+            _share(drafter["read_gb_s"], machine["read_gb_s"], ".1f"),
+            _share(drafter["gflop_s"], machine["gflop_s"], ".0f"),
+            same if settings["temperature"] == 0 else "sampled",
+        )
+    console.print(table)
+    names = [drafter["drafter"] for drafter in found["drafters"]]
+    table = Table("category", *(f"{name}: length, ratio" for name in names))
+    for category in found["drafters"][0]["by_category"]:
+        cells = [drafter["by_category"][category] for drafter in found["drafters"]]
+        table.add_row(
+            category, *(f"{c['acceptance_length']:.2f}, {_number(c['ratio_to_plain'], '.2f')}" for c in cells)
+        )
+    console.print(table)
+
+
+def write_json(found: dict[str, Any], path: Path) -> None:
+    """Write the figures; the file appears whole or not at all."""
+    text = json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+    _atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def write_plot(found: dict[str, Any], path: Path) -> None:
+    """Draw acceptance length and ratio to plain, a group of bars a category. The suffix of `path` names the format."""
+    from matplotlib.figure import Figure
+
+    drafters = found["drafters"]
+    categories = list(drafters[0]["by_category"])
+    figure = Figure(figsize=(2 + 1.6 * len(categories), 6), layout="constrained")
+    titles = (("acceptance_length", "acceptance length (tokens a round)"), ("ratio_to_plain", "speed, ratio to plain"))
+    for axes, (key, title) in zip(figure.subplots(2, 1, sharex=True), titles, strict=True):
+        width = 0.8 / len(drafters)
+        for i, drafter in enumerate(drafters):
+            heights = [drafter["by_category"][category][key] or 0.0 for category in categories]
+            places = [x + (i - (len(drafters) - 1) / 2) * width for x in range(len(categories))]
+            axes.bar(places, heights, width, label=drafter["drafter"])
+        axes.axhline(1.0, color="0.5", linewidth=0.8)
+        axes.set_ylabel(title)
+        axes.set_xticks(range(len(categories)), categories)
+    figure.axes[0].legend()
+    machine, settings = found["machine"], found["settings"]
+    figure.suptitle(
+        f"{settings['target']}, {machine['dtype']}, {machine['device']}, batch {settings['batch']}", fontsize=10
+    )
+    _atomically(path, lambda part: figure.savefig(part, format=path.suffix.removeprefix(".") or "png"))
+
+
+def _atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _range(figures: dict[str, Any], key: str, form: str) -> str:
+    if figures[key] is None:
+        return "-"
+    low, high = figures[f"{key}_range"]
+    return f"{figures[key]:{form}} ({low:{form}}-{high:{form}})"
+
+
+def _share(value: float | None, of: float, form: str) -> str:
+    return "-" if value is None else f"{value:{form}} ({value / of:.0%})"

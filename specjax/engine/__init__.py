@@ -1,0 +1,1 @@
+"""The compiled rounds, and the host around them."""

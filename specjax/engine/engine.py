@@ -1,0 +1,440 @@
+"""The engine: a target, a drafter and a batch of requests, decoded by compiled rounds.
+
+    engine = Engine.load("smollm2-135m", drafter="ngram")
+    result = engine.generate("Repeat: one two three.", SamplingParams(max_tokens=64))
+
+The low level is `submit` and `step`; `generate` and `stream` are loops over them.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import sampling
+from specjax.config import RunConfig
+from specjax.draft import PLAIN
+from specjax.drafters.base import Drafter, Features
+from specjax.engine import state as device
+from specjax.engine.accept import resolve_rule
+from specjax.engine.prefill import Insertion
+from specjax.engine.programs import Programs
+from specjax.engine.request import Chunk, Request, Result, SpecStats, Timing, TokenLogprob
+from specjax.engine.scheduler import Scheduler
+from specjax.engine.state import FINISH_REASON, RUNNING, Emitted, State
+from specjax.engine.step import Stage
+from specjax.engine.text import TextStream
+from specjax.sampling import SamplingParams
+from specjax.targets.decoder import Target, check_taps
+
+
+SLOT_MULTIPLE = 256  # a dense row's slots: whole blocks of the reference attention
+SMALL_CHUNK = 32  # prefill rows of the last, partly filled chunks
+MAX_EOS = 16
+MAX_BIAS = 300
+
+Prompt = str | Sequence[int] | Sequence[dict]
+
+
+class Engine:
+    """Decodes requests with speculation. Make one with `Engine.load`, or from parts in tests and tools.
+
+    Args:
+        target: the target's pure functions.
+        params: its weights.
+        tokenizer: text to ids and back (`specjax.weights.tokenizer.Tokenizer`), or None for ids only.
+        drafter: the drafter, or None for plain decoding.
+        drafter_params: its weights.
+        config: batch, context, accept rule and so on; `target`, `drafter` and `dtype` of it describe what was loaded.
+        progress: called with `(program, done, total)` while programs are compiled.
+
+    Raises:
+        ValueError: a combination that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        params: Any,
+        *,
+        tokenizer: Any = None,
+        drafter: Drafter | None = None,
+        drafter_params: Any = (),
+        config: RunConfig | None = None,
+        progress: Callable[[str, int, int], None] | None = None,
+    ):
+        config = config or RunConfig()
+        self.config, self.target, self.tokenizer, self.drafter = config, target, tokenizer, drafter
+        self.params = {"target": params, "drafter": drafter_params}
+        shape = drafter.shape if drafter is not None else PLAIN
+        rule = resolve_rule(config.accept, shape, config.draft_sampling == "sampled")
+        taps = drafter.taps if drafter is not None else ()
+        check_taps(target.config, taps)
+        stage = Stage(target=target, drafter=drafter, shape=shape, rule=rule, taps=taps)
+        sizes = _prefill_sizes(config.prefill_chunk)
+        self.programs = Programs(stage, config.batch, sizes, lambda: self._initial_state(stage))
+        self._capacity = config.context + max(shape.rows, sizes[-1])
+        if config.page_size is None:
+            self._row_pages, self._page_slots = 1, -(-self._capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        else:
+            self._page_slots = config.page_size
+            self._row_pages = -(-(config.context + shape.rows) // config.page_size)
+        self.scheduler = Scheduler(config.batch, config.page_size, self._row_pages)
+        self._texts: dict[int, TextStream] = {}
+        self._submitted = 0
+        self._live: np.ndarray | None = None
+        if config.warmup:
+            self.warmup_s = self.programs.warm(self.params, self._nothing(), progress or (lambda *_: None))
+        self._state: State = self.programs.initial()
+
+    @classmethod
+    def load(cls, config: RunConfig | str, *, quiet: bool = False, **overrides: Any) -> "Engine":
+        """Load a target and a drafter, compile, and be ready.
+
+        Args:
+            config: a run configuration, or a target's name (`smollm2-135m`, a folder, a GGUF file, a hub id).
+            quiet: no progress bars.
+            **overrides: fields of `RunConfig`, e.g. `drafter="ngram"`, `batch=4`, `context=4096`.
+
+        Raises:
+            ConfigError: unknown or impossible options.
+            ValueError: weights that do not load; all faults are listed.
+        """
+        from specjax.engine.load import load_engine
+
+        return load_engine(cls, config, quiet=quiet, overrides=overrides)
+
+    def with_drafter(self, drafter: Any, *, quiet: bool = True, **overrides: Any) -> "Engine":
+        """Another engine on the same target weights with another drafter (a kind, a path, or a drafter's options)."""
+        from specjax.engine.load import with_drafter
+
+        return with_drafter(self, drafter, quiet=quiet, overrides=overrides)
+
+    # ---------------------------------------------------------------- requests
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Prompt ids: messages and plain text go through the chat template, `raw` text and ids do not."""
+        if not isinstance(prompt, str) and all(isinstance(token, int | np.integer) for token in prompt):
+            return [int(token) for token in prompt]
+        if self.tokenizer is None:
+            raise ValueError("this engine has no tokenizer: give prompts as token ids")
+        if isinstance(prompt, str) and raw:
+            return self.tokenizer.encode(prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return self.tokenizer.encode_chat(messages)
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> int:
+        """Queue a request; returns its id.
+
+        Raises:
+            ValueError: an empty or too long prompt, or ids and parameters that do not fit the target.
+        """
+        params = params or SamplingParams()
+        ids = self.encode(prompt, raw=raw)
+        vocab = self.target.config.vocab_size
+        if not ids:
+            raise ValueError("the prompt is empty; decoding starts from at least one token")
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise ValueError(f"prompt ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+        if len(ids) >= self.config.context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and context is {self.config.context}: "
+                f"shorten it, or set context to at least {len(ids) + params.max_tokens}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        self._eos(params)
+        sampling.row_values(params, prompt_length=len(ids), vocab_size=vocab, max_bias=MAX_BIAS)
+        request = Request(prompt=ids, params=params, index=self._submitted)
+        self._submitted += 1
+        self.scheduler.waiting.append(request)
+        return request.index
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.scheduler.waiting or self.scheduler.running)
+
+    def step(self) -> list[tuple[int, Chunk]]:
+        """Start what can start, then run one round; returns `(request id, chunk)` of everything that came out."""
+        events = self._admit()
+        if not self.scheduler.running:
+            return events
+        live = self._draft() if self._live is None else self._live
+        self._state, emitted = self.programs.verify(self.programs.fit(live), self.params, self._state)
+        if self.drafter is not None:
+            # Dispatched before the host looks, so that tokens and live lengths arrive together.
+            self._state, drafted = self.programs.draft(self.params, self._state)
+            emitted, self._live = jax.device_get((emitted, drafted))
+            self._live = self._live.copy()
+        else:
+            emitted, self._live = jax.device_get(emitted), None
+        return events + self._collect(emitted, live)
+
+    def run(self, rounds: int) -> list[tuple[int, Chunk]]:
+        """As `step`, but up to `rounds` rounds on the device before the host looks (`spec_steps`)."""
+        events = self._admit()
+        if not self.scheduler.running:
+            return events
+        if self._live is None:
+            self._draft()
+        self._state, history, ran = self.programs.many(rounds, self.params, self._state)
+        history, ran = jax.device_get((history, ran))
+        self._live = None
+        for index in range(int(ran)):
+            emitted, live = jax.tree.map(lambda x, i=index: x[i], history)
+            events += self._collect(emitted, live)
+        return events
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, raw: bool = False
+    ) -> Any:
+        """Decode one prompt to a `Result`, or a list of prompts (as a batch) to a list of them.
+
+        Args:
+            prompts: text, a list of messages, or ids; or a list of such.
+            params: sampling parameters, one for all or one each.
+            raw: text is not put through the chat template.
+        """
+        single = _is_single(prompts)
+        batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
+        if len(each) != len(batch):
+            raise ValueError(f"{len(batch)} prompts but {len(each)} sampling parameters")
+        ids = [self.submit(prompt, p, raw=raw) for prompt, p in zip(batch, each, strict=True)]
+        results: dict[int, Result] = {}
+        while len(results) < len(ids):
+            for index, chunk in self.step():
+                if chunk.result is not None:
+                    results[index] = chunk.result
+        found = [results[index] for index in ids]
+        return found[0] if single else found
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> Iterator[Chunk]:
+        """Decode one prompt, yielding text as it is certain; the last chunk carries the `Result`."""
+        wanted = self.submit(prompt, params, raw=raw)
+        while True:
+            for index, chunk in self.step():
+                if index == wanted:
+                    yield chunk
+                    if chunk.result is not None:
+                        return
+
+    def describe(self) -> dict:
+        """What this engine is made of."""
+        c = self.target.config
+        leaves = jax.tree.leaves(self.params)
+        cache = self._state.cache
+        return {
+            "target": self.config.target,
+            "drafter": self.drafter.kind if self.drafter is not None else "none",
+            "shape": dataclasses.asdict(self.programs.stage.shape),
+            "accept": self.programs.stage.rule,
+            "dtype": str(leaves[0].dtype),
+            "device": str(jax.devices()[0].device_kind),
+            "batch": self.config.batch,
+            "context": self.config.context,
+            "programs": self.programs.count,
+            "weights_bytes": sum(x.nbytes for x in jax.tree.leaves(self.params["target"])),
+            "kv_bytes_per_token": 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache.k[0].dtype.itemsize,
+        }
+
+    # ---------------------------------------------------------------- inside
+
+    def _draft(self) -> np.ndarray:
+        """Live draft rows of every request, the root included; 0 for a row that runs nothing."""
+        if self.drafter is None:
+            return np.array([row in self.scheduler.running for row in range(self.config.batch)], np.int32)
+        self._state, live = self.programs.draft(self.params, self._state)
+        return np.array(live)
+
+    def _admit(self) -> list[tuple[int, Chunk]]:
+        """Insert and prefill whatever fits; the first token of each comes out."""
+        events = []
+        while self.scheduler.waiting:
+            request = self.scheduler.waiting[0]
+            limit = self._limit(request)
+            started = self.scheduler.admit(limit + self.programs.stage.shape.rows)
+            if started is None:
+                break
+            row, request, pages = started
+            request.started = time.perf_counter()
+            self._texts[row] = self._text_stream(request.params)
+            self._state = self.programs.insert(self._state, row, self._insertion(request, limit, pages))
+            emitted = None
+            for start, size in self.programs.chunks(len(request.prompt)):
+                self._state, emitted = self.programs.prefill(self.params, self._state, row, start, size)
+            events += self._take(row, jax.device_get(emitted), 0, drafted=None)
+            self._live = None
+        return events
+
+    def _collect(self, emitted: Emitted, live: np.ndarray) -> list[tuple[int, Chunk]]:
+        """Hand the tokens of a round to their requests."""
+        events = []
+        for row in list(self.scheduler.running):
+            if emitted.counts[row]:
+                events += self._take(row, emitted, row, drafted=int(live[row]) - 1)
+        return events
+
+    def _take(self, row: int, emitted: Emitted, index: int, drafted: int | None) -> list[tuple[int, Chunk]]:
+        """Tokens of one request: text, stop strings, counters; finish it where it ends."""
+        request = self.scheduler.running[row]
+        now = time.perf_counter()
+        count = int(emitted.counts[index])
+        delta = self._texts[row].push([int(t) for t in emitted.tokens[index][:count]])
+        kept = delta.token_ids
+        request.token_ids += kept
+        request.text += delta.text
+        if request.params.logprobs is not None:
+            request.logprobs += _logprobs(emitted, index, kept, request.params.logprobs)
+        if drafted is None:
+            request.first_token = now
+        else:
+            request.spec.add_round(drafted=drafted, accepted=len(kept) - 1)
+        request.last_token = now
+        finish = int(emitted.finish[index])
+        if finish == RUNNING and not delta.finished:
+            return [(request.index, Chunk(delta.text, kept))]
+        reason = "stop" if delta.finished else FINISH_REASON[finish]
+        return [(request.index, self._finish(row, delta.text, kept, reason, delta.finished))]
+
+    def _finish(self, row: int, text: str, kept: list[int], reason: str, matched: bool) -> Chunk:
+        request = self.scheduler.release(row)
+        stream = self._texts.pop(row)
+        if not matched:
+            tail = stream.finish()
+            text, request.text = text + tail, request.text + tail
+        self._state = self.programs.release(self._state, row)
+        if self._live is not None:
+            self._live[row] = 0
+        result = Result(
+            text=request.text,
+            token_ids=request.token_ids,
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt),
+            logprobs=request.logprobs if request.params.logprobs is not None else None,
+            spec=request.spec,
+            timing=Timing(
+                prefill_s=request.first_token - request.started,
+                decode_s=request.last_token - request.first_token,
+                tokens=len(request.token_ids),
+            ),
+        )
+        return Chunk(text, kept, result)
+
+    def _limit(self, request: Request) -> int:
+        """Total tokens at which a request must end: its budget or the context, the smaller."""
+        return min(len(request.prompt) + request.params.max_tokens, self.config.context)
+
+    def _eos(self, params: SamplingParams) -> np.ndarray:
+        """End tokens of a request, padded with -1."""
+        model = () if params.ignore_eos else self.target.config.eos_token_ids
+        own = self.tokenizer.eos_ids if self.tokenizer is not None and not params.ignore_eos else ()
+        ids = sorted({*model, *own, *params.stop_token_ids})
+        if len(ids) > MAX_EOS:
+            raise ValueError(f"at most {MAX_EOS} end tokens a request, got {len(ids)}: {ids}")
+        if ids and not 0 <= ids[0] <= ids[-1] < self.target.config.vocab_size:
+            raise ValueError(f"end tokens must be in 0..{self.target.config.vocab_size - 1}, got {ids}")
+        return np.array(ids + [-1] * (MAX_EOS - len(ids)), np.int32)
+
+    def _insertion(self, request: Request, limit: int, pages: np.ndarray | None) -> Insertion:
+        tokens = np.zeros((self._capacity,), np.int32)
+        tokens[: len(request.prompt)] = request.prompt
+        params = request.params
+        if params.seed is None and self.config.seed is not None:
+            params = dataclasses.replace(params, seed=(self.config.seed + request.index) % 2**64)
+        return Insertion(
+            tokens=tokens,
+            length=np.int32(len(request.prompt)),
+            limit=np.int32(limit),
+            eos=self._eos(params),
+            sampling=sampling.row_values(
+                params,
+                prompt_length=len(request.prompt),
+                vocab_size=self.target.config.vocab_size,
+                max_bias=MAX_BIAS,
+            ),
+            pages=pages,
+        )
+
+    def _nothing(self) -> Insertion:
+        """An insertion for warm-up: shapes and dtypes of a real one."""
+        pages = None if self.config.page_size is None else np.zeros((self._row_pages,), np.int32)
+        return self._insertion(Request(prompt=[0], params=SamplingParams(seed=0), index=0), 1, pages)
+
+    def _text_stream(self, params: SamplingParams) -> TextStream:
+        if self.tokenizer is None:
+            return TextStream(_NoText())
+        return TextStream(
+            self.tokenizer.backend,
+            params.stop,
+            include_stop=params.include_stop,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+        )
+
+    def _initial_state(self, stage: Stage) -> State:
+        config, batch = self.config, self.config.batch
+        dtype = jax.tree.leaves(self.params["target"])[0].dtype
+        table, pages = None, batch
+        if config.page_size is not None:
+            table, pages = jnp.zeros((batch, self._row_pages), jnp.int32), 1 + batch * self._row_pages
+        features = None
+        if stage.drafter is not None and (stage.taps or stage.drafter.wants_hidden):
+            steps, width = stage.shape.depth + 1, self.target.config.hidden_size
+            features = Features(
+                positions=jnp.zeros((batch, steps), jnp.int32),
+                count=jnp.zeros((batch,), jnp.int32),
+                hidden=jnp.zeros((batch, steps, width), dtype) if stage.drafter.wants_hidden else None,
+                taps=jnp.zeros((batch, steps, len(stage.taps) * width), dtype) if stage.taps else None,
+            )
+        rows, vocab = stage.shape.rows, self.target.config.vocab_size
+        sampled = config.draft_sampling == "sampled"
+        return device.init(
+            cache=self.target.init_cache(pages, self._page_slots, dtype, table),
+            batch=batch,
+            capacity=self._capacity,
+            rows=rows,
+            sampling=sampling.neutral(batch, MAX_BIAS),
+            max_eos=MAX_EOS,
+            features=features,
+            drafter=stage.drafter.init_state(batch, self._capacity) if stage.drafter is not None else (),
+            draft_q=jnp.zeros((batch, rows, vocab), jnp.float32) if sampled else None,
+        )
+
+
+class _NoText:
+    """Stands in where an engine has no tokenizer."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        del ids, skip_special_tokens
+        return ""
+
+
+def _prefill_sizes(largest: int) -> tuple[int, ...]:
+    return (SMALL_CHUNK, largest) if largest > SMALL_CHUNK else (largest,)
+
+
+def _is_single(prompts: Any) -> bool:
+    """Whether this is one prompt: text, ids, or messages."""
+    if isinstance(prompts, str):
+        return True
+    return bool(prompts) and isinstance(prompts[0], int | np.integer | dict)
+
+
+def _logprobs(emitted: Emitted, index: int, tokens: list[int], top: int) -> list[TokenLogprob]:
+    """Entries of the kept tokens: the `top` best, and the chosen one behind them if it is not among them."""
+    lp = emitted.logprobs
+    assert lp is not None
+    entries = []
+    for i, token in enumerate(tokens):
+        chosen = float(lp.chosen[index, i])
+        best = [(int(t), float(x)) for t, x in zip(lp.top_tokens[index, i][:top], lp.top[index, i][:top], strict=True)]
+        if token not in (t for t, _ in best):
+            best.append((token, chosen))
+        entries.append(TokenLogprob(token=token, logprob=chosen, rank=int(lp.rank[index, i]), top=tuple(best)))
+    return entries

@@ -1,0 +1,110 @@
+"""Names to engines: read a target and a drafter, check that they fit each other, compile with a progress bar."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specjax import config as configs
+from specjax.config import DrafterConfig, DraftModelConfig, RunConfig
+from specjax.drafters import registry
+from specjax.engine.compilation import use_cache
+from specjax.targets import decoder
+from specjax.weights.load import load_checkpoint
+
+
+def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides: Mapping[str, Any]):
+    """`Engine.load`."""
+    config = _with_overrides(config if isinstance(config, RunConfig) else RunConfig(target=config), overrides)
+    use_cache(config.compilation_cache)
+    dtype = _dtype(config.dtype)
+    checkpoint = load_checkpoint(config.target)
+    target, params = decoder.from_tensors(checkpoint.config, checkpoint.tensors, dtype)
+    drafter, drafter_params = _drafter(config, target, checkpoint.tokenizer, dtype)
+    with _compiling(quiet) as progress:
+        return engine(
+            target,
+            params,
+            tokenizer=checkpoint.tokenizer,
+            drafter=drafter,
+            drafter_params=drafter_params,
+            config=config,
+            progress=progress,
+        )
+
+
+def with_drafter(engine, drafter: Any, *, quiet: bool, overrides: Mapping[str, Any]):
+    """`Engine.with_drafter`."""
+    chosen = drafter if isinstance(drafter, DrafterConfig) else configs.drafter(drafter)
+    config = _with_overrides(engine.config, {"drafter": chosen, **overrides})
+    dtype = jax.tree.leaves(engine.params["target"])[0].dtype
+    made, drafter_params = _drafter(config, engine.target, engine.tokenizer, dtype)
+    with _compiling(quiet) as progress:
+        return type(engine)(
+            engine.target,
+            engine.params["target"],
+            tokenizer=engine.tokenizer,
+            drafter=made,
+            drafter_params=drafter_params,
+            config=config,
+            progress=progress,
+        )
+
+
+def _with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    if not overrides:
+        return config
+    given = {name: getattr(config, name) for name in config.model_fields_set}
+    return configs.make(given | dict(overrides))
+
+
+def _dtype(name: str):
+    if name == "auto":
+        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _drafter(config: RunConfig, target: decoder.Target, tokenizer: Any, dtype) -> tuple[Any, Any]:
+    """The drafter that a configuration names, and its weights."""
+    chosen = config.drafter
+    if chosen.kind == "none":
+        return None, ()
+    options = chosen.model_dump(exclude={"kind"})
+    if isinstance(chosen, DraftModelConfig):
+        options |= _draft_model(options.pop("model"), target, tokenizer, dtype)
+        options |= {"sampled": config.draft_sampling == "sampled", "cache_dtype": str(dtype)}
+        params = options.pop("params")
+        return registry.create(chosen.kind, options), params
+    return registry.create(chosen.kind, options), ()
+
+
+def _draft_model(name: str, target: decoder.Target, tokenizer: Any, dtype) -> dict[str, Any]:
+    """Load a draft model; its ids must mean what the target's mean."""
+    checkpoint = load_checkpoint(name)
+    ours, theirs = target.config.vocab_size, checkpoint.config.vocab_size
+    if ours != theirs:
+        raise configs.ConfigError(f"draft model {name!r} has {theirs} tokens, the target {ours}: they must share a vocabulary")
+    if tokenizer is not None and tokenizer.fingerprint() != checkpoint.tokenizer.fingerprint():
+        raise configs.ConfigError(f"draft model {name!r} and the target have different tokenizers: their ids mean different tokens")
+    model, params = decoder.from_tensors(checkpoint.config, checkpoint.tensors, dtype)
+    return {"model": model, "params": params}
+
+
+@contextlib.contextmanager
+def _compiling(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A progress bar over the programs that warm-up compiles, on standard error."""
+    if quiet:
+        yield None
+        return
+    columns = (TextColumn("compiling {task.fields[program]:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("compile", total=None, program="")
+
+        def report(program: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, program=program)
+
+        yield report

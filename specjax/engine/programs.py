@@ -1,0 +1,141 @@
+"""The compiled programs of an engine, and the menu of verify sizes that bounds their number."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.engine import prefill as entry
+from specjax.engine import step
+from specjax.engine.prefill import Insertion
+from specjax.engine.state import Emitted, State
+from specjax.engine.step import Stage, Width
+
+
+def verify_widths(batch: int, rows: int) -> tuple[Width, ...]:
+    """The menu of verify sizes, narrow to wide: the fullest pass, halved as long as that is worth a program.
+
+    A round in which no request has a draft runs one row a request, whatever the menu. Up to eight rows cost hardly
+    more than two on any device (the weights are read once either way), so there is nothing between plain and eight.
+    """
+    plain = {Width(count, 1) for count in _halves(batch, least=1)}
+    if rows == 1:
+        drafted = set()
+    elif batch == 1:
+        drafted = {Width(count, count) for count in _halves(rows, least=8)}
+    else:
+        drafted = {Width(count, rows) for count in _halves(batch * rows, least=8)}
+    return tuple(sorted(plain | drafted, key=lambda w: (w.width, w.count)))
+
+
+def _halves(most: int, least: int) -> set[int]:
+    counts = {most}
+    while min(counts) // 2 >= least:
+        counts.add(-(-min(counts) // 2))
+    return counts
+
+
+class Programs:
+    """Everything that an engine runs on the device; nothing else is compiled once these are warm.
+
+    Attributes:
+        widths: verify sizes, narrow to wide.
+        sizes: prefill chunk sizes, small to large.
+    """
+
+    def __init__(self, stage: Stage, batch: int, sizes: tuple[int, ...], initial: Callable[[], State]):
+        self.stage, self.batch, self.sizes = stage, batch, sizes
+        self.widths = verify_widths(batch, stage.shape.rows)
+        self.initial = jax.jit(initial)
+        self._insert = jax.jit(entry.insert, donate_argnums=0)
+        self._release = jax.jit(functools.partial(entry.release, stage), donate_argnums=0)
+        self._prefill = {
+            size: jax.jit(functools.partial(entry.prefill, stage, size), donate_argnums=1) for size in sizes
+        }
+        self._verify = {
+            width: jax.jit(functools.partial(step.verify_commit, stage, width), donate_argnums=1) for width in self.widths
+        }
+        self._draft = jax.jit(functools.partial(_draft, stage), donate_argnums=1)
+        self._many: dict[int, Callable] = {}
+
+    @property
+    def count(self) -> int:
+        """Programs of this engine (those of `spec_steps` are added when first asked for)."""
+        return 4 + len(self._prefill) + len(self._verify) + len(self._many)
+
+    def fit(self, live: np.ndarray) -> Width:
+        """The narrowest verify size that holds `live` rows a request (0 for a request that takes no part)."""
+        total, most = int(live.sum()), int(live.max())
+        return next(w for w in self.widths if w.count >= total and w.width >= most)
+
+    def insert(self, state: State, row: int, new: Insertion) -> State:
+        return self._insert(state, np.int32(row), new)
+
+    def release(self, state: State, row: int) -> State:
+        return self._release(state, np.int32(row))
+
+    def prefill(self, params: Any, state: State, row: int, start: int, size: int) -> tuple[State, Emitted]:
+        return self._prefill[size](params, state, np.int32(row), np.int32(start))
+
+    def verify(self, width: Width, params: Any, state: State) -> tuple[State, Emitted]:
+        return self._verify[width](params, state)
+
+    def draft(self, params: Any, state: State) -> tuple[State, jax.Array]:
+        """Redraft; also the live rows of each request (0: not active), for `fit`."""
+        return self._draft(params, state)
+
+    def many(self, rounds: int, params: Any, state: State):
+        """Up to `rounds` rounds on the device: `(state, emitted[rounds, ...], ran, drafted[rounds, b], live)`."""
+        if rounds not in self._many:
+            function = functools.partial(step.spec_steps, self.stage, self.widths, rounds)
+            self._many[rounds] = jax.jit(function, donate_argnums=1)
+        return self._many[rounds](params, state)
+
+    def chunks(self, length: int) -> list[tuple[int, int]]:
+        """`(start, size)` of the prefill chunks of a prompt.
+
+        Large chunks as long as they are at least half full, then small ones: padding is computed like real rows, while
+        a further pass only reads the weights again.
+        """
+        plan, start, small, large = [], 0, self.sizes[0], self.sizes[-1]
+        while start < length:
+            size = large if length - start > large // 2 else small
+            plan.append((start, size))
+            start += size
+        return plan
+
+    def warm(self, params: Any, new: Insertion, report: Callable[[str, int, int], None]) -> float:
+        """Compile and run every program once on an empty state; seconds taken. `report(name, done, total)` as it goes."""
+        started, total = time.perf_counter(), self.count
+        done = 0
+
+        def tick(name: str) -> None:
+            nonlocal done
+            done += 1
+            report(name, done, total)
+
+        state = self.initial()
+        tick("initial state")
+        state = self.insert(state, 0, new)
+        tick("insert")
+        state = self.release(state, 0)
+        tick("release")
+        state, live = self.draft(params, state)
+        tick("draft")
+        for size in self.sizes:
+            state, _ = self.prefill(params, state, 0, 0, size)
+            tick(f"prefill {size}")
+        for width in self.widths:
+            state, _ = self.verify(width, params, state)
+            tick(f"verify {width.count} rows")
+        jax.block_until_ready((state.lengths, live))
+        return time.perf_counter() - started
+
+
+def _draft(stage: Stage, params: Any, state: State) -> tuple[State, jax.Array]:
+    state = step.redraft(stage, params, state)
+    return state, jnp.where(state.active, state.draft.lengths, 0)

@@ -1,0 +1,90 @@
+"""A stand-in for the engine, so that the command line is tested without a model."""
+
+import dataclasses
+
+import pytest
+
+from specjax.cli import flags, machine
+from specjax.config import RunConfig
+from specjax.engine.request import Chunk, Result, SpecStats, Timing, TokenLogprob
+
+PLAIN_STEP = 0.01  # seconds a round
+
+
+class FakeEngine:
+    """Answers with its prompt's last word, spelled token by token; drafts are right `accepts` at a time."""
+
+    def __init__(self, run: RunConfig, accepts: int = 0, offset: int = 0):
+        self.run, self.accepts, self.offset = run, accepts, offset
+        self.asked: list = []
+        self.forgot = 0
+        self.drafters: list = []
+
+    def with_drafter(self, drafter, *, quiet=True, **overrides):
+        self.drafters.append(drafter)
+        accepts = {"ngram": 1, "suffix": 3}.get(drafter.kind, 0)
+        return FakeEngine(self.run.model_copy(update={"drafter": drafter}), accepts, self.offset)
+
+    def reset(self):
+        self.forgot += 1
+
+    def describe(self):
+        return {
+            "target": self.run.target,
+            "drafter": self.run.drafter.kind,
+            "dtype": "float32",
+            "device": "cpu",
+            "batch": self.run.batch,
+            "programs": 7,
+            "weights_bytes": 4_000_000,
+            "kv_bytes_per_token": 100,
+        }
+
+    def generate(self, prompts, params=None, *, raw=False):
+        self.asked.append(prompts)
+        return [self._result(prompt, params) for prompt in prompts]
+
+    def stream(self, prompt, params=None, *, raw=False):
+        result = self._result(prompt, params)
+        yield Chunk(result.text[:2], result.token_ids[:2])
+        yield Chunk(result.text[2:], result.token_ids[2:], result)
+
+    def _result(self, prompt, params):
+        text = (prompt if isinstance(prompt, str) else prompt[-1]["content"]).split()[-1][: params.max_tokens]
+        spec, left = SpecStats(), len(text) - 1
+        while left:
+            accepted = min(self.accepts, left - 1)
+            spec.add_round(drafted=self.accepts, accepted=accepted)
+            left -= accepted + 1
+        shift = self.offset if self.run.drafter.kind != "none" else 0
+        ids = [ord(letter) + shift for letter in text]
+        logprobs = [TokenLogprob(token=i, logprob=-0.5, rank=1, top=((i, -0.5),)) for i in ids]
+        return Result(
+            text=text,
+            token_ids=ids,
+            finish_reason="length" if len(text) == params.max_tokens else "stop",
+            prompt_tokens=3,
+            logprobs=logprobs if params.logprobs is not None else None,
+            spec=spec,
+            timing=Timing(prefill_s=0.5, decode_s=spec.rounds * PLAIN_STEP, tokens=len(ids)),
+        )
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that a command loads; `engines.offset` makes drafted tokens differ from plain ones."""
+
+    @dataclasses.dataclass
+    class Loaded:
+        offset: int = 0
+        made: list = dataclasses.field(default_factory=list)
+
+    loaded = Loaded()
+
+    def load(run, *, quiet):
+        loaded.made.append(FakeEngine(run, offset=loaded.offset))
+        return loaded.made[-1]
+
+    monkeypatch.setattr(flags, "load_engine", load)
+    monkeypatch.setattr(machine, "ceiling", lambda dtype: {"read_gb_s": 20.0, "gflop_s": 100.0})
+    return loaded

@@ -1,0 +1,130 @@
+"""`specjax bench` and `specjax demo`: the figures, checked against an engine whose speeds are known."""
+
+import json
+
+import pytest
+
+from specjax.cli.main import main
+
+
+@pytest.fixture
+def prompt_set(tmp_path):
+    path = tmp_path / "set.jsonl"
+    records = [
+        {"category": "short", "turns": ["say hello"]},  # 5 tokens, 4 after the first
+        {"category": "long", "turns": ["say hippopotamus", "say hi"]},  # 12 and 2
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+def run(prompt_set, *argv) -> tuple[int, dict]:
+    out = prompt_set.with_name("out.json")
+    code = main(["bench", "--prompts", str(prompt_set), "--json", str(out), *argv])
+    return code, json.loads(out.read_text())
+
+
+def test_figures(prompt_set, engines, capsys):
+    code, found = run(prompt_set, "--repeats", "2")
+    assert code == 0
+    assert found["machine"]["dtype"] == "float32"
+    assert {"cpu", "cores", "jax", "jaxlib", "device"} <= found["machine"].keys()
+    plain, ngram, suffix = found["drafters"]
+    assert [d["drafter"] for d in found["drafters"]] == ["none", "ngram", "suffix"]
+    # Plain: one round a token, 4 + 11 + 1 of them; the fake takes 10 ms a round.
+    assert (plain["acceptance_length"], plain["per_position"]) == (1.0, [])
+    assert plain["tokens_per_s"] == pytest.approx(100)
+    assert plain["ratio_to_plain"] == pytest.approx(1)
+    # n-gram: two tokens a round, so 2, 6 (the last one short) and 1 rounds.
+    assert ngram["acceptance_length"] == pytest.approx(16 / 9)
+    assert ngram["per_position"] == pytest.approx([7 / 9])
+    assert ngram["tokens_per_s"] == pytest.approx(16 / 0.09)
+    assert ngram["ratio_to_plain"] == pytest.approx(16 / 9)
+    assert ngram["ratio_to_plain_range"] == pytest.approx([16 / 9, 16 / 9])
+    assert ngram["by_category"]["short"]["ratio_to_plain"] == pytest.approx(2)
+    assert list(suffix["by_category"]) == ["short", "long"]
+    assert {"acceptance_length", "per_position", "tokens_per_s", "ratio_to_plain"} <= suffix["by_category"][
+        "long"
+    ].keys()
+    # A plain round reads 4 MB of weights and the cache so far in 10 ms, and multiplies a million parameters.
+    assert plain["by_category"]["short"]["read_gb_s"] == pytest.approx((4e6 + 100 * (3 + 2.5)) / 0.01 / 1e9)
+    assert plain["gflop_s"] == pytest.approx(2 * 1e6 / 0.01 / 1e9)
+    assert plain["different_answers"] == suffix["different_answers"] == 0
+    out = capsys.readouterr().out
+    assert "acceptance length" in out
+    assert "as plain's" in out
+
+
+def test_engines_forget_before_each_repeat_and_warm_up_is_not_counted(prompt_set, engines):
+    run(prompt_set, "--repeats", "3", "--drafters", "none")
+    engine = engines.made[0]
+    assert engine.forgot == 3
+    warm_up = 1
+    assert len(engine.asked) == warm_up + 3 * 3  # a call a turn and category
+
+
+def test_plain_is_added(prompt_set, engines, capsys):
+    _, found = run(prompt_set, "--drafters", "ngram", "--repeats", "1")
+    assert [d["drafter"] for d in found["drafters"]] == ["none", "ngram"]
+    assert "added 'none'" in capsys.readouterr().err
+
+
+def test_options_of_the_configuration(prompt_set, engines):
+    run(prompt_set, "--repeats", "1", "-o", "drafter=suffix", "-o", "drafter.num_speculative_tokens=9")
+    ngram, suffix = engines.made[0].drafters
+    assert (ngram.num_speculative_tokens, suffix.num_speculative_tokens) == (5, 9)
+
+
+def test_different_tokens_are_reported(prompt_set, engines, capsys):
+    engines.offset = 1
+    code, found = run(prompt_set, "--repeats", "1")
+    assert code == 1
+    assert [d["different_answers"] for d in found["drafters"]] == [0, 3, 3]
+    assert "3 of 3 answers differ" in capsys.readouterr().out
+
+
+def test_batch_counts_the_whole_time(prompt_set, engines):
+    _, found = run(prompt_set, "--batch", "2", "--repeats", "1", "--drafters", "none")
+    plain = found["drafters"][0]
+    assert plain["read_gb_s"] is None
+    assert plain["tokens_per_s"] > 100  # by the clock, and the fake takes no time
+
+
+def test_plot(prompt_set, engines):
+    path = prompt_set.with_name("out.png")
+    main(["bench", "--prompts", str(prompt_set), "--repeats", "1", "--plot", str(path)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert {p.name for p in path.parent.iterdir()} == {"set.jsonl", "out.png"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--json", "nowhere/out.json"], "its folder does not exist"),
+        (["--drafters", "ngram,ngram"], "names one twice"),
+        (["--drafters", "ngrm"], "did you mean 'ngram'"),
+    ],
+)
+def test_refused_before_anything_loads(argv, words, prompt_set, engines, capsys):
+    assert main(["bench", "--prompts", str(prompt_set), *argv]) == 2
+    assert words in capsys.readouterr().err
+    assert not engines.made
+
+
+def test_demo(engines, capsys):
+    assert main(["demo", "--prompt", "say hippopotamus"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("hippopotamus") == 3  # the prompt and both answers
+    assert "1.83 times plain" in out
+    assert "same tokens        yes" in out
+
+
+def test_demo_fails_on_different_tokens(engines, capsys):
+    engines.offset = 1
+    assert main(["demo"]) == 1
+    assert "same tokens        NO" in capsys.readouterr().out
+
+
+def test_demo_needs_a_drafter(engines, capsys):
+    assert main(["demo", "--drafter", "none"]) == 2

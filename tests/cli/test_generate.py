@@ -1,0 +1,77 @@
+"""`specjax generate`: what goes to stdout, and nothing else does."""
+
+import io
+import json
+import sys
+
+import pytest
+
+from specjax.cli.main import main
+
+TOP = ["text", "token_ids", "finish_reason", "usage", "spec", "timing"]
+
+
+def test_text(engines, capsys):
+    assert main(["generate", "say hello", "--drafter", "ngram"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "hello\n"
+    assert "3 + 5 tokens" in err
+    assert engines.made[0].run.drafter.kind == "ngram"
+
+
+def test_json(engines, capsys):
+    assert main(["generate", "say hello", "--json", "--max-tokens", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == TOP
+    assert found["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert list(found["spec"]) == ["rounds", "drafted", "accepted", "acceptance_length", "per_position"]
+    assert found["timing"] == {"prefill_s": 0.5, "decode_s": 0.03, "tokens_per_s": pytest.approx(3 / 0.03)}
+    assert (found["text"], found["finish_reason"]) == ("hell", "length")
+
+
+def test_json_with_logprobs(engines, capsys):
+    main(["generate", "say hi", "--json", "--logprobs", "1"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == [*TOP, "logprobs"]
+    assert found["logprobs"][0] == {"token": ord("h"), "logprob": -0.5, "rank": 1, "top": [[ord("h"), -0.5]]}
+
+
+def test_streamed_text_is_the_text(engines, capsys):
+    assert main(["generate", "say hello", "--stream"]) == 0
+    assert capsys.readouterr().out == "hello\n"
+    assert not engines.made[0].asked  # `stream`, not `generate`, has answered
+
+
+def test_stdin(engines, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("say there"))
+    assert main(["generate", "-", "--raw"]) == 0
+    assert capsys.readouterr().out == "there\n"
+    assert engines.made[0].asked == [["say there"]]
+
+
+def test_prompts_one_object_a_line_in_order(engines, capsys, tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"turns": ["say one", "say two"]}\n{"prompt": "say three"}\n')
+    assert main(["generate", "--prompts", str(path), "--json", "--batch", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["one", "two", "three"]
+    assert engines.made[0].run.batch == 4
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "give a prompt, or --prompts"),
+        (["hi", "--prompts", "x.jsonl"], "give a prompt, or --prompts"),
+        (["hi", "--stream", "--json"], "--stream shows one text"),
+        ([""], "the prompt is empty"),
+        (["hi", "--temperature", "-1"], "temperature"),
+        (["hi", "--drafter", "ngrm"], "did you mean 'ngram'"),
+        (["hi", "-o", "drafter.k=3", "--drafter", "ngram"], "unknown key 'drafter.k'"),
+        (["hi", "--drafter", "ngram", "--speculative-config", "{}"], "both name a drafter"),
+    ],
+)
+def test_refused_before_anything_loads(argv, words, engines, capsys):
+    assert main(["generate", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert (out, words in err, engines.made) == ("", True, [])

@@ -1,0 +1,1 @@
+"""Small targets and scripted drafters that the tests share."""

@@ -1,0 +1,153 @@
+"""The run configuration: strict, all faults at once, each with its place and the nearest known name."""
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specjax import config
+from specjax.config import ConfigError, RunConfig
+
+CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_imports_no_jax():
+    code = "import sys, specjax.config; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_load(path):
+    assert config.load(path).drafter.kind == {"plain": "none"}.get(path.stem, path.stem)
+
+
+def test_defaults_and_values(tmp_path):
+    assert config.load(None) == RunConfig()
+    run = config.load(write(tmp_path, "batch: 3\ndrafter:\n  kind: ngram\n  prompt_lookup_max: 3\n"))
+    assert (run.batch, run.drafter.kind, run.drafter.prompt_lookup_max) == (3, "ngram", 3)
+    assert config.load(write(tmp_path, "")) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("options", "drafter"),
+    [(config.NgramConfig, "ngram.NGram"), (config.SuffixConfig, "suffix.Suffix")],
+    ids=["ngram", "suffix"],
+)
+def test_options_are_the_drafters_own(options, drafter):
+    """The configuration offers what the drafter takes, with the same defaults."""
+    module, name = drafter.split(".")
+    drafter = getattr(importlib.import_module(f"specjax.drafters.{module}"), name)
+    taken = {field.name: field.default for field in dataclasses.fields(drafter)}
+    assert {name: field.default for name, field in options.model_fields.items()} == taken
+
+
+def test_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        RunConfig().batch = 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "model"),
+    [("none", "none", None), ("ngram", "ngram", None), ("./drafts/small", "draft_model", "./drafts/small")],
+)
+def test_bare_drafter(text, kind, model, tmp_path):
+    for run in (config.load(write(tmp_path, f"drafter: {text}")), config.load(None, [f"drafter={text}"])):
+        assert run.drafter.kind == kind
+        assert getattr(run.drafter, "model", None) == model
+
+
+def test_all_faults_at_once_with_lines_and_suggestions(tmp_path):
+    path = write(
+        tmp_path, "bach: 2\ncontext: many\ndrafter:\n  kind: ngram\n  num_spec_tokens: 4\n  prompt_lookup_min: 0\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        config.load(path)
+    message = str(caught.value)
+    assert f"{path} has 4 faults" in message
+    assert "line 1: unknown key 'bach'; did you mean 'batch'?" in message
+    assert "line 2: context: input should be a valid integer, got 'many'" in message
+    assert "line 5: unknown key 'drafter.num_spec_tokens'; did you mean 'num_speculative_tokens'?" in message
+    assert "line 6: drafter.prompt_lookup_min" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("drafter: ngrm", "unknown drafter 'ngrm'; did you mean 'ngram'?"),
+        ("drafter: {prompt_lookup_max: 3}", "'drafter' needs a 'kind'"),
+        ("drafter: {kind: draft_model}", "'drafter.model' is missing"),
+        (
+            "drafter: {kind: ngram, prompt_lookup_min: 5, prompt_lookup_max: 3}",
+            r"prompt_lookup_min \(5\) must not exceed prompt_lookup_max \(3\)",
+        ),
+        ("drafter: {kind: ngram, prompt_lookup_max: 0}", "greater than or equal to 1"),
+        ("drafter: 3", "drafter: input should be"),
+        ("batch: true", "batch: input should be a valid integer, got True"),
+        ("batch: 1\nbatch: 2", "line 2: 'batch' stands on line 1 already"),
+        ("context: 100\npage_size: 16", "multiple of page_size"),
+        ("context: 8\ndrafter: {kind: ngram, num_speculative_tokens: 8}", "must exceed num_speculative_tokens"),
+        ("draft_sampling: sampled\ndrafter: ngram", "'ngram' has none"),
+        ("accept: block", "is for sampled drafts"),
+        ("- 1", "must hold keys and values"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_refused(text, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        config.load(write(tmp_path, text))
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        config.load(tmp_path / "none.yaml")
+
+
+def test_overrides():
+    run = config.load(None, ["drafter=ngram", "drafter.num_speculative_tokens=4", "page_size=16", "page_size=null"])
+    assert (run.drafter.num_speculative_tokens, run.page_size) == (4, None)
+
+
+def test_overrides_leave_the_rest_of_the_file(tmp_path):
+    path = write(tmp_path, "drafter: {kind: ngram, prompt_lookup_min: 3, prompt_lookup_max: 5}\n")
+    assert config.load(path, ["drafter.prompt_lookup_max=4"]).drafter.prompt_lookup_min == 3
+
+
+@pytest.mark.parametrize("text", ["batch", "=3", "drafter..kind=ngram", "batch.size=3", "batch=[", "drafter.modle=x"])
+def test_refused_overrides(text):
+    with pytest.raises(ConfigError):
+        config.load(None, ["batch=1", text])
+
+
+def test_speculative_config():
+    read = config.from_speculative_config
+    ngram = read('{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}')
+    assert (ngram.num_speculative_tokens, ngram.prompt_lookup_max, ngram.prompt_lookup_min) == (5, 4, 2)
+    alone = read('{"method": "ngram", "prompt_lookup_max": 6}')
+    assert (alone.prompt_lookup_min, alone.prompt_lookup_max) == (6, 6)
+    assert read('{"method": "suffix", "suffix_decoding_max_tree_depth": 9}').max_depth == 9
+    assert read('{"model": "./small", "num_speculative_tokens": 2}').model == "./small"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"method": "ngram", "prompt_lookup_mx": 3}', "'prompt_lookup_mx' for method 'ngram'; did you mean"),
+        ('{"method": "ngrams"}', "unknown method 'ngrams'; did you mean 'ngram'"),
+        ('{"num_speculative_tokens": 3}', "unknown method None"),
+        ('{"method": "ngram", "num_speculative_tokens": "3"}', "valid integer"),
+        ("[1]", "must be a JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_refused_speculative_config(text, words):
+    with pytest.raises(ConfigError, match=words):
+        config.from_speculative_config(text)
