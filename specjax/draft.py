@@ -7,6 +7,7 @@ the nodes is a valid tree. Position of a node = position of the root + its depth
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from specjax.array_types import Array, Float, Int, pytree, static
@@ -86,18 +87,16 @@ def chain_parents(batch: int, rows: int) -> Int[Array, "b n"]:
 def topology(parents: Int[Array, "b n"]) -> tuple[Int[Array, "b n"], Int[Array, "b n w"]]:
     """Depths and ancestor bit words of trees given by their parents (each before its children)."""
     batch, rows = parents.shape
-    depths = jnp.zeros((batch, rows), jnp.int32)
-    bits = jnp.zeros((batch, rows, words(rows)), jnp.int32)
-    request = jnp.arange(batch)
-    for node in range(rows):
-        own = jnp.zeros((words(rows),), jnp.int32).at[node // WORD_BITS].set(_bit(node % WORD_BITS))
-        parent = parents[:, node]
-        has_parent = parent >= 0
-        above = jnp.where(has_parent, parent, 0)
-        depths = depths.at[:, node].set(jnp.where(has_parent, depths[request, above] + 1, 0))
-        inherited = jnp.where(has_parent[:, None], bits[request, above], 0)
-        bits = bits.at[:, node].set(inherited | own)
-    return depths, bits
+    request, node = jnp.arange(batch)[:, None], jnp.arange(rows, dtype=jnp.int32)
+    own = node[:, None] // WORD_BITS == jnp.arange(words(rows))
+    bits = jnp.where(own, (1 << (node % WORD_BITS))[:, None], 0)
+    bits, up = jnp.broadcast_to(bits, (batch, *bits.shape)), parents
+    # Each turn adds what the node `up` has gathered: it doubles the generations that a node looks back.
+    for _ in range((rows - 1).bit_length()):
+        above = jnp.maximum(up, 0)
+        bits = bits | jnp.where((up >= 0)[..., None], bits[request, above], 0)
+        up = jnp.where(up >= 0, up[request, above], -1)
+    return jnp.sum(jax.lax.population_count(bits), axis=-1) - 1, bits
 
 
 def chain(tokens: Int[Array, "b n"], lengths: Int[Array, " b"], q: Float[Array, "b n v"] | None = None) -> Draft:
@@ -135,11 +134,6 @@ def ancestor_matrix(ancestors: Int[Array, "*batch n w"]) -> Array:
     nodes = jnp.arange(ancestors.shape[-2])
     picked = jnp.take(ancestors, nodes // WORD_BITS, axis=-1)
     return ((picked >> (nodes % WORD_BITS)) & 1).astype(bool)
-
-
-def _bit(position: int) -> int:
-    """Bit `position` of a signed 32-bit word, as a Python integer in its range."""
-    return (1 << position) - (1 << WORD_BITS if position == WORD_BITS - 1 else 0)
 
 
 @pytree

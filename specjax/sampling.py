@@ -9,7 +9,6 @@ A row never depends on its neighbours: its parameters, its counts and its random
 """
 
 import dataclasses
-import math
 import secrets
 from collections.abc import Mapping
 
@@ -25,7 +24,7 @@ MAX_LOGPROBS = 20
 MAX_BIAS = 300
 
 # Streams of random numbers. SAMPLE is keyed by the position of the token that it draws. ACCEPT and DRAFT are keyed by
-# the position of the round's root, with an index inside the round (the node, or node x candidate): a round may look at
+# the position of the round's root, with the index inside the round of what is tested or drawn: a round may look at
 # drafts past the ones it accepts, so the same position must get fresh numbers when it is drafted again.
 SAMPLE, ACCEPT, DRAFT = 0, 1, 2
 
@@ -88,8 +87,8 @@ class SamplingParams:
         _require("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
         _require("temperature", self.temperature, _finite(self.temperature) and self.temperature >= 0, "finite, >= 0")
         _require("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 = off)")
-        _require("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
-        _require("min_p", self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
+        _require("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
+        _require("min_p", self.min_p, _finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
         penalty = self.repetition_penalty
         _require("repetition_penalty", penalty, _finite(penalty) and penalty > 0, "finite, > 0 (1 = off)")
         for name in ("presence_penalty", "frequency_penalty"):
@@ -374,7 +373,8 @@ def logprobs(
 
     Returns:
         The log-probability of the chosen token; its rank, 1 + the number of larger logits + the number of equal logits
-        with a smaller id; and the `top` most likely ids in that same order, with their log-probabilities.
+        with a smaller id; and the `top` most likely ids in that same order (all of a smaller vocabulary), with their
+        log-probabilities.
     """
     logits = logits.astype(jnp.float32)
     ids = jnp.arange(logits.shape[-1])
@@ -384,7 +384,7 @@ def logprobs(
     rest = jnp.log1p(jnp.sum(others, axis=-1, keepdims=True))
     own = jnp.take_along_axis(logits, chosen[..., None], axis=-1)
     ahead = (logits > own) | ((logits == own) & (ids < chosen[..., None]))
-    top_logits, top_ids = lax.top_k(logits, top)
+    top_logits, top_ids = lax.top_k(logits, min(top, logits.shape[-1]))
     rank = 1 + jnp.sum(ahead, axis=-1, dtype=jnp.int32)
     return (own - best - rest)[..., 0], rank, top_ids, top_logits - best - rest
 
@@ -495,8 +495,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _finite(value: float) -> bool:
-    return math.isfinite(value) and abs(value) <= float(_FLOAT32.max)
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float | np.floating) and abs(float(value)) <= float(_FLOAT32.max)
 
 
 def _integer(name: str, value: object) -> int:

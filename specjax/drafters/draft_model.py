@@ -81,13 +81,13 @@ class DraftModel:
         pair = start[:, None] + jnp.arange(2, dtype=jnp.int32)
         hidden, cache = self._pass(params, state, context.tokens[request[:, None], pair], start)
         newest = jnp.minimum(context.lengths - 1, 1)
-        first, first_q = self._next(params, hidden[request, newest], context, context.lengths)
+        first, first_q = self._next(params, hidden[request, newest], context, jnp.int32(0))
 
         def extend(carry, depth):
             token, cache = carry
             at = context.lengths - 1 + depth
             hidden, cache = self._pass(params, cache, token[:, None], at)
-            token, q = self._next(params, hidden[:, 0], context, at + 1)
+            token, q = self._next(params, hidden[:, 0], context, depth)
             return (token, cache), (token, q)
 
         steps = jnp.arange(1, shape.depth, dtype=jnp.int32)
@@ -125,14 +125,16 @@ class DraftModel:
         out = self.model.forward(params, rows, cache, start)
         return out.hidden.reshape(batch, width, -1), out.cache
 
-    def _next(self, params: Any, hidden: Array, context: Context, position: Int[Array, " b"]):
-        """The next draft of every request, and the distribution it was drawn from (None for argmax)."""
+    def _next(self, params: Any, hidden: Array, context: Context, index: Int[Array, ""]):
+        """Draft `index` of every request, and the distribution it was drawn from (None for argmax)."""
         logits = self.model.logits(params, hidden)
         if not self.sampled:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
         s = context.sampling
         q = sampling.draft_distribution(logits, s.temperature, s.top_k, s.top_p, s.min_p)
-        return sampling.pick(q, sampling.uniforms(s.seed, position, sampling.DRAFT)), q
+        # Keyed by the root, not by the drafted position: block verification looks past what it accepts, so a position
+        # that is drafted again must get a fresh number.
+        return sampling.pick(q, sampling.uniforms(s.seed, context.lengths - 1, sampling.DRAFT, index)), q
 
     @staticmethod
     def _before_eos(tokens: Array, lengths: Array, eos: Array) -> Array:

@@ -8,6 +8,7 @@ The low level is `submit` and `step`; `generate` and `stream` are loops over the
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ class Engine:
             self._row_pages = -(-(config.context + shape.rows) // config.page_size)
         self.scheduler = Scheduler(config.batch, config.page_size, self._row_pages)
         self._texts: dict[int, TextStream] = {}
+        self._mail: dict[int, deque[tuple[int, Chunk]]] = {}
         self._submitted = 0
         self._live: np.ndarray | None = None
         if config.warmup:
@@ -133,26 +135,7 @@ class Engine:
         Raises:
             ValueError: an empty or too long prompt, or ids and parameters that do not fit the target.
         """
-        params = params or SamplingParams()
-        ids = self.encode(prompt, raw=raw)
-        vocab = self.target.config.vocab_size
-        if not ids:
-            raise ValueError("the prompt is empty; decoding starts from at least one token")
-        if min(ids) < 0 or max(ids) >= vocab:
-            raise ValueError(f"prompt ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
-        if len(ids) >= self.config.context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and context is {self.config.context}: "
-                f"shorten it, or set context to at least {len(ids) + params.max_tokens}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
-        self._eos(params)
-        sampling.row_values(params, prompt_length=len(ids), vocab_size=vocab, max_bias=MAX_BIAS)
-        request = Request(prompt=ids, params=params, index=self._submitted)
-        self._submitted += 1
-        self.scheduler.waiting.append(request)
-        return request.index
+        return self._enqueue(self._request(prompt, params, raw))
 
     @property
     def busy(self) -> bool:
@@ -205,24 +188,17 @@ class Engine:
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(batch)} prompts but {len(each)} sampling parameters")
-        ids = [self.submit(prompt, p, raw=raw) for prompt, p in zip(batch, each, strict=True)]
-        results: dict[int, Result] = {}
-        while len(results) < len(ids):
-            for index, chunk in self.step():
-                if chunk.result is not None:
-                    results[index] = chunk.result
+        # All are checked before the first is queued.
+        requests = [self._request(prompt, p, raw) for prompt, p in zip(batch, each, strict=True)]
+        ids = [self._enqueue(request) for request in requests]
+        results = {index: chunk.result for index, chunk in self._chunks(ids) if chunk.result is not None}
         found = [results[index] for index in ids]
         return found[0] if single else found
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> Iterator[Chunk]:
         """Decode one prompt, yielding text as it is certain; the last chunk carries the `Result`."""
-        wanted = self.submit(prompt, params, raw=raw)
-        while True:
-            for index, chunk in self.step():
-                if index == wanted:
-                    yield chunk
-                    if chunk.result is not None:
-                        return
+        for _, chunk in self._chunks([self.submit(prompt, params, raw=raw)]):
+            yield chunk
 
     def describe(self) -> dict:
         """What this engine is made of."""
@@ -244,6 +220,51 @@ class Engine:
         }
 
     # ---------------------------------------------------------------- inside
+
+    def _request(self, prompt: Prompt, params: SamplingParams | None, raw: bool) -> Request:
+        """A checked request that has no number yet."""
+        params = params or SamplingParams()
+        ids = self.encode(prompt, raw=raw)
+        vocab = self.target.config.vocab_size
+        if not ids:
+            raise ValueError("the prompt is empty; decoding starts from at least one token")
+        if min(ids) < 0 or max(ids) >= vocab:
+            raise ValueError(f"prompt ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
+        if len(ids) >= self.config.context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and context is {self.config.context}: "
+                f"shorten it, or set context to at least {len(ids) + params.max_tokens}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
+        self._eos(params)
+        sampling.row_values(params, prompt_length=len(ids), vocab_size=vocab, max_bias=MAX_BIAS)
+        return Request(prompt=ids, params=params, index=-1)
+
+    def _enqueue(self, request: Request) -> int:
+        request.index = self._submitted
+        self._submitted += 1
+        self.scheduler.waiting.append(request)
+        return request.index
+
+    def _chunks(self, wanted: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
+        """Step until the `wanted` requests have ended; their chunks. What others wait for so is put in their mail."""
+        mail: deque[tuple[int, Chunk]] = deque()
+        self._mail |= dict.fromkeys(wanted, mail)
+        open_requests = set(wanted)
+        try:
+            while open_requests:
+                while not mail:
+                    for index, chunk in self.step():
+                        if index in self._mail:
+                            self._mail[index].append((index, chunk))
+                index, chunk = mail.popleft()
+                if chunk.result is not None:
+                    open_requests.remove(index)
+                yield index, chunk
+        finally:
+            for index in wanted:
+                del self._mail[index]
 
     def _draft(self) -> np.ndarray:
         """Live draft rows of every request, the root included; 0 for a row that runs nothing."""
@@ -423,7 +444,7 @@ def _is_single(prompts: Any) -> bool:
     """Whether this is one prompt: text, ids, or messages."""
     if isinstance(prompts, str):
         return True
-    return bool(prompts) and isinstance(prompts[0], int | np.integer | dict)
+    return len(prompts) > 0 and isinstance(prompts[0], int | np.integer | dict)
 
 
 def _logprobs(emitted: Emitted, index: int, tokens: list[int], top: int) -> list[TokenLogprob]:

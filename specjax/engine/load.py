@@ -1,6 +1,7 @@
 """Names to engines: read a target and a drafter, check that they fit each other, compile with a progress bar."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from specjax.config import DrafterConfig, DraftModelConfig, RunConfig
 from specjax.drafters import registry
 from specjax.engine.compilation import use_cache
 from specjax.targets import decoder
+from specjax.targets.config import DecoderConfig
 from specjax.weights.load import load_checkpoint
 
 
@@ -23,7 +25,8 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
     use_cache(config.compilation_cache)
     dtype = _dtype(config.dtype)
     checkpoint = load_checkpoint(config.target)
-    target, params = decoder.from_tensors(checkpoint.config, checkpoint.tensors, dtype)
+    config, model = _fit_context(config, checkpoint.config)
+    target, params = decoder.from_tensors(model, checkpoint.tensors, dtype)
     drafter, drafter_params = _drafter(config, target, checkpoint.tokenizer, dtype)
     with _compiling(quiet) as progress:
         return engine(
@@ -60,6 +63,24 @@ def _with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfi
         return config
     given = {name: getattr(config, name) for name in config.model_fields_set}
     return configs.make(given | dict(overrides))
+
+
+def _fit_context(config: RunConfig, model: DecoderConfig) -> tuple[RunConfig, DecoderConfig]:
+    """A context that the model's positions cover: the default shrinks to them, a larger one that was asked for is refused.
+
+    `dynamic` rope has no such end; it is stretched to the context.
+    """
+    most = model.max_position_embeddings
+    if config.context <= most:
+        return config, model
+    if model.rope.kind == "dynamic":
+        return config, dataclasses.replace(model, max_position_embeddings=config.context)
+    if "context" in config.model_fields_set:
+        raise configs.ConfigError(
+            f"context is {config.context}, but {config.target} was made for {most} positions: lower context, or give the "
+            "model a rope scaling in its config.json"
+        )
+    return _with_overrides(config, {"context": most}), model
 
 
 def _dtype(name: str):

@@ -14,6 +14,7 @@ from specjax.engine.accept import choose_first
 from specjax.engine.state import LENGTH, RUNNING, STOP, Emitted, Logprobs, State
 from specjax.engine.step import Stage, root_only
 from specjax.sampling import SamplingState
+from specjax.targets.decoder import Output
 
 
 @pytree
@@ -117,6 +118,7 @@ def prefill(stage: Stage, size: int, params: Any, state: State, row: Array, star
         state,
         cache=cache,
         drafter=drafter,
+        features=_newest(state.features, row, rows, jnp.maximum(count - 1, 0), out),
         tokens=state.tokens.at[row, length].set(jnp.where(last, first[0], state.tokens[row, length]), mode="drop"),
         lengths=state.lengths.at[row].add(last.astype(jnp.int32)),
         active=state.active.at[row].set(last & (finish == RUNNING)),
@@ -129,6 +131,22 @@ def prefill(stage: Stage, size: int, params: Any, state: State, row: Array, star
         logprobs=logprobs,
     )
     return state, emitted
+
+
+def _newest(features: Features | None, row: Array, rows: Rows, last: Array, out: Output) -> Features | None:
+    """Activations of the prompt's last row: the one that the first draft starts from."""
+    if features is None:
+        return None
+
+    def put(buffer, values):
+        return None if buffer is None else buffer.at[row, 0].set(values[last])
+
+    return Features(
+        positions=put(features.positions, rows.positions),
+        count=features.count.at[row].set(1),
+        hidden=put(features.hidden, out.hidden),
+        taps=put(features.taps, out.taps),
+    )
 
 
 def release(stage: Stage, state: State, row: Array) -> State:

@@ -4,7 +4,6 @@ Reading is strict: whatever the decoder cannot honour is refused, all of it in o
 """
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -96,7 +95,15 @@ class DecoderConfig:
         found = []
         if self.family not in ARCHITECTURES:
             found.append(f"family {self.family!r} is not known; known are {', '.join(ARCHITECTURES)}")
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        sizes = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        )
         bad = [name for name in (*sizes, "max_position_embeddings") if not _is_size(getattr(self, name))]
         found += [f"{name} must be a positive integer, got {getattr(self, name)!r}" for name in bad]
         if isinstance(self.rms_norm_eps, bool) or not isinstance(self.rms_norm_eps, float) or self.rms_norm_eps <= 0:
@@ -110,7 +117,11 @@ class DecoderConfig:
             found.append(f"head_dim must be even and at least 4 to rotate, got {self.head_dim}")
         if len(self.windows) != self.num_layers:
             found.append(f"{len(self.windows)} attention windows for {self.num_layers} layers")
-        found += [f"a window must be a positive integer, got {w!r}" for w in set(self.windows) if w is not None and not _is_size(w)]
+        found += [
+            f"a window must be a positive integer, got {w!r}"
+            for w in set(self.windows)
+            if w is not None and not _is_size(w)
+        ]
         for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 found.append(f"special token id {token!r} is outside the vocabulary of {self.vocab_size}")
@@ -171,10 +182,14 @@ class DecoderConfig:
             "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,),
             "bos_token_id": config.get("bos_token_id"),
         }
-        return _checked(cls, "config.json", values, found)
+        return checked("config.json", values, found)
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` of this decoder; `from_hf` reads the same configuration back."""
+        """The `config.json` of this decoder; `from_hf` reads the same configuration back.
+
+        Raises:
+            ConfigError: a combination that the family's `config.json` has no words for (a GGUF file may hold one).
+        """
         out = {
             "architectures": [ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -204,74 +219,17 @@ class DecoderConfig:
             kinds = ["full_attention" if w is None else "sliding_attention" for w in self.windows]
             out |= {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": kinds}
             out["max_window_layers"] = kinds.index("sliding_attention") if window is not None else self.num_layers
+        if DecoderConfig.from_hf(out) != self:
+            reason = "its biases or attention windows are not those of the family, so config.json cannot express them"
+            raise ConfigError(f"decoder configuration of family {self.family!r}", [reason])
         return out
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], tensors: Collection[str] = ()) -> "DecoderConfig":
-        """Read the metadata of a GGUF file.
+        """Read the metadata of a GGUF file; see `config_gguf.read_metadata`."""
+        from specjax.targets.config_gguf import read_metadata
 
-        Args:
-            metadata: key to value, as in the file (`general.architecture`, `llama.block_count`, ...).
-            tensors: names of the file's tensors, which alone tell whether the head is tied and whether biases exist.
-
-        Raises:
-            ConfigError: as `from_hf`.
-        """
-        found: list[str] = []
-        arch = metadata.get("general.architecture")
-        if arch not in ("llama", "qwen2", "qwen3"):
-            raise ConfigError("GGUF file", [f"architecture {arch!r} is not known; known are llama, qwen2, qwen3"])
-
-        def get(key: str, default: Any = None) -> Any:
-            value = metadata.get(f"{arch}.{key}", default)
-            if isinstance(value, list) and key != "rope.dimension_sections":
-                if len(set(value)) != 1:
-                    found.append(f"{arch}.{key} differs from layer to layer: {value}")
-                value = value[0]
-            return _shortest(value) if isinstance(value, float) else value
-
-        required = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count", "context_length")
-        missing = [key for key in (*required, "attention.layer_norm_rms_epsilon") if get(key) is None]
-        if missing:
-            raise ConfigError("GGUF file", [f"metadata key '{arch}.{key}' is missing" for key in missing])
-        heads, hidden, context = get("attention.head_count"), get("embedding_length"), get("context_length")
-        head_dim = get("attention.key_length", hidden // heads)
-        if get("attention.value_length", head_dim) != head_dim:
-            found.append(f"values of width {get('attention.value_length')} beside keys of {head_dim} are not supported")
-        if get("rope.dimension_count", head_dim) != head_dim:
-            found.append(f"only {get('rope.dimension_count')} of {head_dim} head dimensions rotate; all must")
-        if get("expert_count"):
-            found.append(f"mixture of {get('expert_count')} experts is not supported")
-        window = get("attention.sliding_window")
-        if window and window < context and arch != "llama":
-            found.append(f"sliding window {window} without a list of its layers is not supported for {arch}")
-        # llama.cpp files Mistral under "llama"; only the window tells them apart, and it covers every layer.
-        family = "mistral" if arch == "llama" and window else arch
-        layers = get("block_count")
-        vocab = get("vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
-        ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        values = {
-            "family": family,
-            "vocab_size": vocab,
-            "hidden_size": hidden,
-            "intermediate_size": get("feed_forward_length"),
-            "num_layers": layers,
-            "num_heads": heads,
-            "num_kv_heads": get("attention.head_count_kv", heads),
-            "head_dim": head_dim,
-            "rms_norm_eps": float(get("attention.layer_norm_rms_epsilon")),
-            "rope": _gguf_rope(get, context, found),
-            "max_position_embeddings": context,
-            "tie_word_embeddings": "output.weight" not in tensors,
-            "attention_bias": "blk.0.attn_q.bias" in tensors or arch == "qwen2",
-            "output_bias": "blk.0.attn_output.bias" in tensors,
-            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
-            "qk_norm": arch == "qwen3",
-            "windows": (window,) * layers if family == "mistral" else (),
-            "eos_token_ids": tuple(dict.fromkeys(end for end in ends if end is not None)),
-            "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        }
-        return _checked(cls, "GGUF file", values, found)
+        return read_metadata(metadata, tensors)
 
 
 def expected_tensors(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -308,17 +266,10 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _shortest(value: float) -> float:
-    """GGUF stores float32; 9.999999747378752e-06 was written as 1e-05 and is read as such."""
-    import numpy as np
-
-    return float(str(np.float32(value)))
-
-
-def _checked(cls: type[DecoderConfig], what: str, values: dict[str, Any], found: list[str]) -> DecoderConfig:
+def checked(what: str, values: dict[str, Any], found: list[str]) -> DecoderConfig:
     """Build the configuration, its own complaints joined to those found while reading."""
     try:
-        config = cls(**values)
+        config = DecoderConfig(**values)
     except ConfigError as error:
         raise ConfigError(what, dict.fromkeys([*found, *error.problems])) from None
     if found:
@@ -368,23 +319,3 @@ def _windows(config: Mapping[str, Any], family: str, layers: int, found: list[st
             found.append(f"layer_types {kinds} disagrees with sliding_window {window!r} for {family}")
         slides = stated
     return tuple(window if slide else None for slide in slides)
-
-
-def _gguf_rope(get, context: int, found: list[str]) -> RopeConfig:
-    kind, factor = get("rope.scaling.type", "none"), get("rope.scaling.factor")
-    theta = float(get("rope.freq_base", 10_000.0))
-    if kind == "none":
-        return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=factor)
-    if kind != "yarn":
-        found.append(f"rope scaling type {kind!r} is not known; known are none, linear, yarn")
-        return RopeConfig(theta=theta)
-    for key in ("yarn_ext_factor", "yarn_log_multiplier", "yarn_attn_factor", "attn_factor"):
-        if get(f"rope.scaling.{key}") not in (None, 1.0, 0.0):
-            found.append(f"rope scaling key {key!r} = {get(f'rope.scaling.{key}')} is not supported")
-    original = get("rope.scaling.original_context_length") or (math.ceil(context / factor) if factor else None)
-    fast, slow = get("rope.scaling.yarn_beta_fast"), get("rope.scaling.yarn_beta_slow")
-    return RopeConfig(
-        theta=theta, kind="yarn", factor=factor, original_max_position_embeddings=original, beta_fast=fast, beta_slow=slow
-    )

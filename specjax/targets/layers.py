@@ -1,5 +1,7 @@
 """The layers that decoders and drafters are made of. Matrices are stored `[out, in]`, as checkpoints have them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -35,17 +37,29 @@ class Projection(nnx.Module):
 
 
 def project(weight: Float[Array, "o i"], x: Float[Array, "N i"], out_dtype=None) -> Float[Array, "N o"]:
-    """`x @ weight.T`, written as `weight @ x.T`.
+    """`x @ weight.T`, in `out_dtype` (default: x's)."""
+    return jax.lax.platform_dependent(
+        weight,
+        x,
+        cpu=functools.partial(_project_cpu, out_dtype=out_dtype),
+        default=functools.partial(_project, out_dtype=out_dtype),
+    )
 
-    With few rows the weight is the large operand, and XLA's CPU backend streams it best from the left: two to six
-    float32 rows then cost what one costs, twice as much the other way round. One bfloat16 row takes a slow scalar
-    path there, six times the time of two, so it is padded to two.
+
+def _project(weight: Array, x: Array, out_dtype) -> Array:
+    return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
+
+
+def _project_cpu(weight: Array, x: Array, out_dtype) -> Array:
+    """As `weight @ x.T`: with the large operand on the left, a few rows cost hardly more than one.
+
+    XLA would swap the operands back to get rid of the transposition, and then two float32 rows cost twice what one does;
+    the barrier keeps them. One bfloat16 row takes a scalar path, six times the time of two, so it is padded to two.
     """
-    single = x.shape[0] == 1 and weight.dtype == jnp.bfloat16
-    if single:
-        x = jnp.concatenate([x, jnp.zeros_like(x)])
-    y = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
-    return y[:, :1].T if single else y.T
+    single = x.shape[0] == 1 and x.dtype == jnp.bfloat16
+    padded = jax.lax.optimization_barrier(jnp.pad(x, ((0, 1), (0, 0)))) if single else x
+    y = jax.lax.dot_general(weight, padded, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
+    return jax.lax.optimization_barrier(y)[:, : x.shape[0]].T
 
 
 def rotate(x: Float[Array, "N h f"], cos: Float[Array, "N f2"], sin: Float[Array, "N f2"]) -> Float[Array, "N h f"]:

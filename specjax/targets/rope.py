@@ -23,7 +23,7 @@ from specjax.array_types import Array, Float, Int
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 # The parameters that each kind reads, beside theta: required ones, then optional ones.
-_REQUIRED = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",)}
+_REQUIRED: dict[str, tuple[str, ...]] = {"linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",)}
 _REQUIRED["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
 _OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")}
 
@@ -80,7 +80,7 @@ class RopeConfig:
                 found.append(f"rope factor must be at least 1, got {value}")
             elif not math.isfinite(value) or value <= 0:
                 found.append(f"rope {field.name} must be positive, got {value}")
-        if not found and self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+        if not found and self.kind == "llama3" and self.number("high_freq_factor") <= self.number("low_freq_factor"):
             found.append(
                 f"rope high_freq_factor ({self.high_freq_factor}) must exceed low_freq_factor ({self.low_freq_factor})"
             )
@@ -94,6 +94,10 @@ class RopeConfig:
     def readable(self) -> tuple[str, ...]:
         """Names of all parameters that this kind reads, beside theta."""
         return (*self.required(), *_OPTIONAL.get(self.kind, ()))
+
+    def number(self, name: str) -> float:
+        """A parameter that this kind cannot do without; `problems` is what makes sure that it is there."""
+        return getattr(self, name)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> tuple["RopeConfig", list[str]]:
@@ -131,7 +135,9 @@ class RopeConfig:
                 )
             given["original_max_position_embeddings"] = window
         elif kind in ("llama3", "yarn"):
-            given["original_max_position_embeddings"] = config.get("original_max_position_embeddings") or original or window
+            given["original_max_position_embeddings"] = (
+                config.get("original_max_position_embeddings") or original or window
+            )
         fields = {field.name for field in dataclasses.fields(cls)} - {"theta", "kind"}
         for key in sorted(set(given) - fields):
             found.append(f"rope parameter {key!r} is not known")
@@ -168,12 +174,12 @@ def inv_freq(rope: RopeConfig, head_dim: int, seq_len: int | None = None) -> tup
     wave = np.power(float(theta), exponent.astype(np.float64)).astype(np.float32)
     base = np.float32(1.0) / wave
     if rope.kind == "linear":
-        return base / np.float32(rope.factor), 1.0
+        return base / np.float32(rope.number("factor")), 1.0
     if rope.kind == "llama3":
         return _llama3(rope, base), 1.0
     if rope.kind == "yarn":
         keep = 1 - _yarn_ramp(rope, head_dim)
-        stretched = np.float32(1.0) / (np.float32(rope.factor) * wave)
+        stretched = np.float32(1.0) / (np.float32(rope.number("factor")) * wave)
         return stretched * (1 - keep) + base * keep, _yarn_attention(rope)
     return base, 1.0
 
@@ -216,26 +222,30 @@ def cos_sin(
 
 def _dynamic_stretch(rope: RopeConfig, head_dim: int, seq_len):
     """What the base is multiplied by for a sequence of `seq_len` tokens; 1 up to the original length."""
-    original = rope.original_max_position_embeddings
+    original = rope.number("original_max_position_embeddings")
     if seq_len is None:
         return 1.0
     longest = max(seq_len, original) if isinstance(seq_len, int) else jnp.maximum(seq_len, original)
-    return (rope.factor * longest / original - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
+    return (rope.number("factor") * longest / original - (rope.number("factor") - 1)) ** (head_dim / (head_dim - 2))
 
 
 def _llama3(rope: RopeConfig, base: np.ndarray) -> np.ndarray:
-    original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
+    original, low, high = (
+        rope.number("original_max_position_embeddings"),
+        rope.number("low_freq_factor"),
+        rope.number("high_freq_factor"),
+    )
     wavelength = 2 * np.float32(math.pi) / base
     # 0 at the wavelength `original / low` and beyond (stretched), 1 at `original / high` and below (kept).
     smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0).astype(np.float32)
-    return (1 - smooth) * base / np.float32(rope.factor) + smooth * base
+    return (1 - smooth) * base / np.float32(rope.number("factor")) + smooth * base
 
 
 def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """0 for dimensions that are kept, 1 for those that are stretched, `float32[head_dim / 2]`."""
 
     def dimension(rotations: float) -> float:
-        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        turns = rope.number("original_max_position_embeddings") / (rotations * 2 * math.pi)
         return head_dim * math.log(turns) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast or 32), dimension(rope.beta_slow or 1)
@@ -250,7 +260,7 @@ def _yarn_ramp(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _yarn_attention(rope: RopeConfig) -> float:
     def temperature(scale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * scale * math.log(rope.factor) + 1.0
+        return 1.0 if rope.number("factor") <= 1 else 0.1 * scale * math.log(rope.number("factor")) + 1.0
 
     if rope.attention_factor is not None:
         return float(rope.attention_factor)

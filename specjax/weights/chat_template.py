@@ -58,8 +58,7 @@ def _compile(template: str) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment.globals.update(raise_exception=_raise, strftime_now=lambda form: datetime.datetime.now().strftime(form))
     return environment.from_string(template)
 
 

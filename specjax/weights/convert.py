@@ -69,7 +69,9 @@ def _write(checkpoint: Checkpoint, folder: Path, format: str, shard_bytes: int) 
     dtype = tensors["model.embed_tokens.weight"].dtype
     _json(folder / "config.json", config.to_hf() | {"torch_dtype": dtype.name})
     generation = {"bos_token_id": config.bos_token_id, "eos_token_id": list(config.eos_token_ids)}
-    _json(folder / "generation_config.json", {key: value for key, value in generation.items() if value not in (None, [])})
+    _json(
+        folder / "generation_config.json", {key: value for key, value in generation.items() if value not in (None, [])}
+    )
     checkpoint.tokenizer.save(folder)
     total = dtype.itemsize * sum(math.prod(shape) for shape in expected_tensors(config).values())
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()

@@ -141,7 +141,9 @@ class GGUFFile:
             raise ValueError(f"{self.path}: rows of {info.shape[-1]} in tensor {name} are not whole blocks of {block}")
         size = math.prod(info.shape) // block * width
         if info.offset + size > len(self._map):
-            raise ValueError(f"{self.path} is truncated: tensor {name} ends at byte {info.offset + size} of {len(self._map)}")
+            raise ValueError(
+                f"{self.path} is truncated: tensor {name} ends at byte {info.offset + size} of {len(self._map)}"
+            )
         blocks = np.frombuffer(self._map, np.uint8, size, info.offset).reshape(-1, width)
         out = np.empty((blocks.shape[0], block), np.float32)
         # Pieces that stay in cache, and calls long enough that threads seldom wait for the interpreter lock.
@@ -244,7 +246,7 @@ def recover_llama3(config: DecoderConfig, factors: np.ndarray) -> RopeConfig:
         if np.allclose(frequency / stretched, factors, rtol=1e-4):
             return rope
     raise ValueError(
-        f"rope_freqs.weight holds {factors.shape[0]} divisors from {factors.min():.4g} to {factors.max():.4g} that are not "
-        f"a llama3 scaling of theta {config.rope.theta:g} and head_dim {config.head_dim}; convert the model from "
+        f"rope_freqs.weight holds {factors.shape[0]} divisors from {factors.min():.4g} to {factors.max():.4g} that are "
+        f"not a llama3 scaling of theta {config.rope.theta:g} and head_dim {config.head_dim}; convert the model from "
         "its safetensors checkpoint instead"
     )

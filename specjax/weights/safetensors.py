@@ -84,14 +84,16 @@ def read_tensors(folder: Path, config: DecoderConfig, dtype: Any = None) -> Lazy
             where[name] = file
     slices = {name: file.get_slice(name) for name, file in where.items()}
     check_tensors(str(folder), config, {name: tuple(part.get_shape()) for name, part in slices.items()})
-    typed = [f"{name} is stored as {part.get_dtype()}" for name, part in slices.items() if part.get_dtype() not in _FLOATS]
+    typed = [
+        f"{name} is stored as {part.get_dtype()}" for name, part in slices.items() if part.get_dtype() not in _FLOATS
+    ]
     if typed:
         raise TensorError(str(folder), [f"{line}; supported are {', '.join(_FLOATS)}" for line in typed])
     if config.tie_word_embeddings and "lm_head.weight" in where:
         raw = LazyTensors(where)
         if not np.array_equal(raw["lm_head.weight"], raw["model.embed_tokens.weight"]):
-            problem = "lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings is true; set it to false"
-            raise TensorError(str(folder), [problem])
+            problem = "lm_head.weight differs from model.embed_tokens.weight, but tie_word_embeddings is true"
+            raise TensorError(str(folder), [f"{problem}; set it to false"])
     return LazyTensors({name: where[name] for name in expected_tensors(config)}, dtype)
 
 
@@ -147,8 +149,8 @@ def _files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if pickles := sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt*")):
         raise ValueError(
-            f"{folder} holds pickled weights ({pickles[0].name}), which run code when opened and are refused; convert them "
-            "with transformers: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(out, safe_serialization=True)`"
+            f"{folder} holds pickled weights ({pickles[0].name}), which run code when opened and are refused; convert "
+            "them with transformers: `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(out)`"
         )
     raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}")
 

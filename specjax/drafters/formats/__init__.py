@@ -1,0 +1,1 @@
+"""Checkpoint formats of learned drafters: found from the files alone, and mapped to one `HeadConfig`."""
