@@ -200,6 +200,16 @@ class Engine:
         for _, chunk in self._chunks([self.submit(prompt, params, raw=raw)]):
             yield chunk
 
+    def reset(self) -> None:
+        """Forget everything that requests have left behind (drafters' memories, request numbers); nothing is compiled.
+
+        Raises:
+            RuntimeError: requests are waiting or running.
+        """
+        if self.busy:
+            raise RuntimeError("reset with requests waiting or running would lose them; finish them first")
+        self._state, self._live, self._submitted = self.programs.initial(), None, 0
+
     def describe(self) -> dict:
         """What this engine is made of."""
         c = self.target.config

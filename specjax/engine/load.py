@@ -14,6 +14,7 @@ from specjax import config as configs
 from specjax.config import DrafterConfig, DraftModelConfig, RunConfig
 from specjax.drafters import registry
 from specjax.engine.compilation import use_cache
+from specjax.engine.precision import held_dtype, hold, value_dtype
 from specjax.targets import decoder
 from specjax.targets.config import DecoderConfig
 from specjax.weights.load import load_checkpoint
@@ -23,10 +24,11 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
     """`Engine.load`."""
     config = _with_overrides(config if isinstance(config, RunConfig) else RunConfig(target=config), overrides)
     use_cache(config.compilation_cache)
-    dtype = _dtype(config.dtype)
+    dtype = value_dtype(config.dtype)
     checkpoint = load_checkpoint(config.target)
     config, model = _fit_context(config, checkpoint.config)
     target, params = decoder.from_tensors(model, checkpoint.tensors, dtype)
+    params = hold(params, dtype)
     drafter, drafter_params = _drafter(config, target, checkpoint.tokenizer, dtype)
     with _compiling(quiet) as progress:
         return engine(
@@ -44,7 +46,7 @@ def with_drafter(engine, drafter: Any, *, quiet: bool, overrides: Mapping[str, A
     """`Engine.with_drafter`."""
     chosen = drafter if isinstance(drafter, DrafterConfig) else configs.drafter(drafter)
     config = _with_overrides(engine.config, {"drafter": chosen, **overrides})
-    dtype = jax.tree.leaves(engine.params["target"])[0].dtype
+    dtype = value_dtype(config.dtype)
     made, drafter_params = _drafter(config, engine.target, engine.tokenizer, dtype)
     with _compiling(quiet) as progress:
         return type(engine)(
@@ -83,12 +85,6 @@ def _fit_context(config: RunConfig, model: DecoderConfig) -> tuple[RunConfig, De
     return _with_overrides(config, {"context": most}), model
 
 
-def _dtype(name: str):
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
-
-
 def _drafter(config: RunConfig, target: decoder.Target, tokenizer: Any, dtype) -> tuple[Any, Any]:
     """The drafter that a configuration names, and its weights."""
     chosen = config.drafter
@@ -97,7 +93,7 @@ def _drafter(config: RunConfig, target: decoder.Target, tokenizer: Any, dtype) -
     options = chosen.model_dump(exclude={"kind"})
     if isinstance(chosen, DraftModelConfig):
         options |= _draft_model(options.pop("model"), target, tokenizer, dtype)
-        options |= {"sampled": config.draft_sampling == "sampled", "cache_dtype": str(dtype)}
+        options |= {"sampled": config.draft_sampling == "sampled", "cache_dtype": str(held_dtype(dtype))}
         params = options.pop("params")
         return registry.create(chosen.kind, options), params
     return registry.create(chosen.kind, options), ()
@@ -112,7 +108,7 @@ def _draft_model(name: str, target: decoder.Target, tokenizer: Any, dtype) -> di
     if tokenizer is not None and tokenizer.fingerprint() != checkpoint.tokenizer.fingerprint():
         raise configs.ConfigError(f"draft model {name!r} and the target have different tokenizers: their ids mean different tokens")
     model, params = decoder.from_tensors(checkpoint.config, checkpoint.tensors, dtype)
-    return {"model": model, "params": params}
+    return {"model": model, "params": hold(params, dtype)}
 
 
 @contextlib.contextmanager
