@@ -137,6 +137,20 @@ class Engine:
         """
         return self._enqueue(self._request(prompt, params, raw))
 
+    def abort(self, index: int) -> bool:
+        """Drop a request that is waiting or running; its row and pages are free at once, the others do not notice.
+
+        Returns:
+            Whether there was such a request. One that has ended, was aborted before or never existed is none.
+        """
+        if self.scheduler.forget(index):
+            return True
+        row = next((row for row, request in self.scheduler.running.items() if request.index == index), None)
+        if row is None:
+            return False
+        self._release(row)
+        return True
+
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
@@ -213,19 +227,19 @@ class Engine:
     def describe(self) -> dict:
         """What this engine is made of."""
         c = self.target.config
-        leaves = jax.tree.leaves(self.params)
+        weights = jax.tree.leaves(self.params["target"])
         cache = self._state.cache
         return {
             "target": self.config.target,
             "drafter": self.drafter.kind if self.drafter is not None else "none",
             "shape": dataclasses.asdict(self.programs.stage.shape),
             "accept": self.programs.stage.rule,
-            "dtype": str(leaves[0].dtype),
+            "dtype": str(weights[0].dtype),
             "device": str(jax.devices()[0].device_kind),
             "batch": self.config.batch,
             "context": self.config.context,
             "programs": self.programs.count,
-            "weights_bytes": sum(x.nbytes for x in jax.tree.leaves(self.params["target"])),
+            "weights_bytes": sum(x.nbytes for x in weights),
             "kv_bytes_per_token": 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache.k[0].dtype.itemsize,
         }
 
@@ -275,6 +289,8 @@ class Engine:
         finally:
             for index in wanted:
                 del self._mail[index]
+            for index in open_requests:  # nobody will read the rest
+                self.abort(index)
 
     def _draft(self) -> np.ndarray:
         """Live draft rows of every request, the root included; 0 for a row that runs nothing."""
@@ -334,14 +350,10 @@ class Engine:
         return [(request.index, self._finish(row, delta.text, kept, reason, delta.finished))]
 
     def _finish(self, row: int, text: str, kept: list[int], reason: str, matched: bool) -> Chunk:
-        request = self.scheduler.release(row)
-        stream = self._texts.pop(row)
         if not matched:
-            tail = stream.finish()
-            text, request.text = text + tail, request.text + tail
-        self._state = self.programs.release(self._state, row)
-        if self._live is not None:
-            self._live[row] = 0
+            tail = self._texts[row].finish()
+            text, self.scheduler.running[row].text = text + tail, self.scheduler.running[row].text + tail
+        request = self._release(row)
         result = Result(
             text=request.text,
             token_ids=request.token_ids,
@@ -356,6 +368,15 @@ class Engine:
             ),
         )
         return Chunk(text, kept, result)
+
+    def _release(self, row: int) -> Request:
+        """Free a row, whether its request has ended or is given up."""
+        request = self.scheduler.release(row)
+        del self._texts[row]
+        self._state = self.programs.release(self._state, row)
+        if self._live is not None:
+            self._live[row] = 0
+        return request
 
     def _limit(self, request: Request) -> int:
         """Total tokens at which a request must end: its budget or the context, the smaller."""

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specjax import config as configs
-from specjax.config import DrafterConfig, DraftModelConfig, RunConfig
-from specjax.drafters import registry
+from specjax.config import DrafterConfig, RunConfig
 from specjax.engine.compilation import use_cache
+from specjax.engine.drafter import make_drafter, recognised
 from specjax.engine.precision import held_dtype, hold, value_dtype
 from specjax.targets import decoder
 from specjax.targets.config import DecoderConfig
@@ -23,13 +23,14 @@ from specjax.weights.load import load_checkpoint
 def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides: Mapping[str, Any]):
     """`Engine.load`."""
     config = _with_overrides(config if isinstance(config, RunConfig) else RunConfig(target=config), overrides)
+    config = recognised(config)
     use_cache(config.compilation_cache)
     dtype = value_dtype(config.dtype)
     checkpoint = load_checkpoint(config.target)
     config, model = _fit_context(config, checkpoint.config)
     target, params = decoder.from_tensors(model, checkpoint.tensors, dtype)
     params = hold(params, dtype)
-    drafter, drafter_params = _drafter(config, target, checkpoint.tokenizer, dtype)
+    drafter, drafter_params = make_drafter(config, target, params, checkpoint.tokenizer, dtype, _noting(quiet))
     with _compiling(quiet) as progress:
         return engine(
             target,
@@ -45,13 +46,14 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
 def with_drafter(engine, drafter: Any, *, quiet: bool, overrides: Mapping[str, Any]):
     """`Engine.with_drafter`."""
     chosen = drafter if isinstance(drafter, DrafterConfig) else configs.drafter(drafter)
-    config = _with_overrides(engine.config, {"drafter": chosen, **overrides})
+    config = recognised(_with_overrides(engine.config, {"drafter": chosen, **overrides}))
     dtype = value_dtype(config.dtype)
-    made, drafter_params = _drafter(config, engine.target, engine.tokenizer, dtype)
+    target, params = engine.target, engine.params["target"]
+    made, drafter_params = make_drafter(config, target, params, engine.tokenizer, dtype, _noting(quiet))
     with _compiling(quiet) as progress:
         return type(engine)(
-            engine.target,
-            engine.params["target"],
+            target,
+            params,
             tokenizer=engine.tokenizer,
             drafter=made,
             drafter_params=drafter_params,
@@ -85,30 +87,10 @@ def _fit_context(config: RunConfig, model: DecoderConfig) -> tuple[RunConfig, De
     return _with_overrides(config, {"context": most}), model
 
 
-def _drafter(config: RunConfig, target: decoder.Target, tokenizer: Any, dtype) -> tuple[Any, Any]:
-    """The drafter that a configuration names, and its weights."""
-    chosen = config.drafter
-    if chosen.kind == "none":
-        return None, ()
-    options = chosen.model_dump(exclude={"kind"})
-    if isinstance(chosen, DraftModelConfig):
-        options |= _draft_model(options.pop("model"), target, tokenizer, dtype)
-        options |= {"sampled": config.draft_sampling == "sampled", "cache_dtype": str(held_dtype(dtype))}
-        params = options.pop("params")
-        return registry.create(chosen.kind, options), params
-    return registry.create(chosen.kind, options), ()
-
-
-def _draft_model(name: str, target: decoder.Target, tokenizer: Any, dtype) -> dict[str, Any]:
-    """Load a draft model; its ids must mean what the target's mean."""
-    checkpoint = load_checkpoint(name)
-    ours, theirs = target.config.vocab_size, checkpoint.config.vocab_size
-    if ours != theirs:
-        raise configs.ConfigError(f"draft model {name!r} has {theirs} tokens, the target {ours}: they must share a vocabulary")
-    if tokenizer is not None and tokenizer.fingerprint() != checkpoint.tokenizer.fingerprint():
-        raise configs.ConfigError(f"draft model {name!r} and the target have different tokenizers: their ids mean different tokens")
-    model, params = decoder.from_tensors(checkpoint.config, checkpoint.tensors, dtype)
-    return {"model": model, "params": hold(params, dtype)}
+def _noting(quiet: bool) -> Callable[[str], None]:
+    """Says on standard error what was decided about a drafter."""
+    console = Console(stderr=True)
+    return lambda text: None if quiet else console.print(f"drafter: {text}", markup=False, highlight=False)
 
 
 @contextlib.contextmanager

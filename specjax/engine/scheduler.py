@@ -49,6 +49,13 @@ class Scheduler:
         self.running[row] = request
         return row, request, table
 
+    def forget(self, index: int) -> bool:
+        """Take request `index` off the queue; whether it was there."""
+        found = next((request for request in self.waiting if request.index == index), None)
+        if found is not None:
+            self.waiting.remove(found)
+        return found is not None
+
     def release(self, row: int) -> Request:
         """Request `row` is over; its row and pages are free."""
         self._free_rows.append(row)

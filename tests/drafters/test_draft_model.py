@@ -127,8 +127,8 @@ def test_sampled_drafts_are_never_cut_and_follow_q():
 @pytest.fixture(scope="module")
 def engines():
     """The tiny target alone, and with a draft model; its weights are set by the tests."""
-    plain = toy.engine(batch=3, context=CAPACITY)
-    return plain, toy.engine(drafter(), draft_weights(), batch=3, context=CAPACITY)
+    plain = toy.engine(batch=2, context=CAPACITY)
+    return plain, toy.engine(drafter(), draft_weights(), batch=2, context=CAPACITY)
 
 
 def test_greedy_text_is_the_targets(engines):

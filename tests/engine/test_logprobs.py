@@ -133,9 +133,7 @@ def test_ties_are_ranked_by_id(most):
     row = np.zeros(tables.VOCAB, np.float32)
     row[[2, 5, 9]] = 3.0
     row[7] = 1.0
-    shared = tables.engine(
-        np.tile(row, (tables.VOCAB, 1)), drafts=tables.scripts([[2] * 40, [5] * 40, [9] * 40], most)
-    )
+    shared = tables.engine(np.tile(row, (tables.VOCAB, 1)), drafts=tables.scripts([[2] * 40, [5] * 40, [9] * 40], most))
     params = [
         SamplingParams(max_tokens=6, logprobs=2),
         *(SamplingParams(max_tokens=6, logprobs=2, logit_bias={token: 1.0}) for token in (5, 9)),

@@ -75,7 +75,7 @@ def random_table():
 @pytest.mark.parametrize("most", range(1, 7))
 @pytest.mark.parametrize("wrong", [0, 3])
 def test_mixed_penalties_in_a_batch(random_table, most, wrong):
-    """Each row counts its own text; drafts are the right tokens, every third one wrong, or (row 3) what a neighbour says."""
+    """Each row counts its own text; drafts are right, wrong at every third token, or (row 3) meant for a neighbour."""
     prompts = [[1, 4, 4], [9, 9, 2], [3, 8, 1], [6, 1, 1]]
     want = [penalised(random_table, prompt, params) for prompt, params in zip(prompts, MIXED, strict=True)]
     drafts = [[(t + (wrong > 0 and i % wrong == 2)) % V for i, t in enumerate(row)] for row in [*want[:3], want[0]]]
@@ -89,7 +89,10 @@ def test_mixed_penalties_in_a_batch(random_table, most, wrong):
 
 def test_repetition_counts_the_prompt_and_the_others_do_not():
     engine = tables.engine(constant(A=5, B=4.5, C=1))
-    params = [SamplingParams(max_tokens=1, **{name: 2.0}) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")]
+    params = [
+        SamplingParams(max_tokens=1, **{name: 2.0})
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    ]
     assert [r.token_ids for r in engine.generate([[A, 5]] * 3, params)] == [[B], [A], [A]]
 
 
@@ -105,7 +108,9 @@ def test_min_tokens(most):
 
 
 def test_min_tokens_in_numpy_too(random_table):
-    params = SamplingParams(max_tokens=20, min_tokens=5, stop_token_ids=(EOS,), frequency_penalty=0.4, logit_bias={EOS: 20.0})
+    params = SamplingParams(
+        max_tokens=20, min_tokens=5, stop_token_ids=(EOS,), frequency_penalty=0.4, logit_bias={EOS: 20.0}
+    )
     want = penalised(random_table, PROMPT, params, eos=EOS)
     engine = tables.engine(random_table, drafts=tables.scripts([want], 4, start=len(PROMPT)))
     assert engine.generate(PROMPT, params).token_ids == want

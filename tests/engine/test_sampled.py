@@ -5,12 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import toy
 
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.ngram import NGram
 from specjax.drafters.suffix import Suffix
 from specjax.sampling import SamplingParams
-from support import toy
 
 VOCAB, DEPTH, TEMPERATURE, TOP_K = 5, 2, 0.7, 4
 BATCH, BATCHES, ROOT, LENGTH = 1000, 10, 3, 3
@@ -126,7 +126,9 @@ def test_same_seed_same_text_whatever_the_drafter():
         "draft_model": (DraftModel(model=target[0], num_speculative_tokens=3), bigrams(TARGET)),
     }
     prompts = [[3, 1, 2, 3, 1, 2, 3], [0], [4, 4, 1], [2, 0, 2, 0, 2]]
-    params = [SamplingParams(max_tokens=24, temperature=1.0, seed=seed, top_p=p) for seed, p in enumerate((1, 1, 0.9, 1))]
+    params = [
+        SamplingParams(max_tokens=24, temperature=1.0, seed=seed, top_p=p) for seed, p in enumerate((1, 1, 0.9, 1))
+    ]
     texts, accepted = {}, {}
     for name, (drafter, weights) in drafters.items():
         engine = toy.engine(drafter, weights, target, batch=3, context=64)

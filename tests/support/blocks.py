@@ -19,10 +19,10 @@ VOCAB, WIDTH, MASK = toy.VOCAB, 32, 63
 
 
 def head_config(family="dflash", **changes) -> HeadConfig:
-    """Two layers of width 32 on the tiny target: 4 query and 2 key/value heads of 8, taps of both its streams, block 5."""
+    """One layer of width 32 on the tiny target: 4 query and 2 key/value heads of 8, two taps, a block of 5."""
     values = {
         "family": family,
-        "num_layers": 2,
+        "num_layers": 1,
         "hidden_size": WIDTH,
         "intermediate_size": 48,
         "num_heads": 4,
@@ -98,6 +98,19 @@ def features(taps, start, count) -> Features:
     return Features(positions=positions, count=jnp.asarray(count, jnp.int32), taps=taps)
 
 
+def ragged(taps) -> Features:
+    """All rows of `taps[b]`, from position 0 on, padded to the longest."""
+    longest = max(len(rows) for rows in taps)
+    padded = np.stack([np.pad(rows, ((0, longest - len(rows)), (0, 0)), constant_values=9.0) for rows in taps])
+    return features(padded, [0] * len(taps), [len(rows) for rows in taps])
+
+
+def first_draft(drafter, params, context, capacity=64):
+    """The draft for a context whose features hold all that the drafter is ever told."""
+    state = drafter.init_state(context.tokens.shape[0], capacity)
+    return jax.jit(lambda p, s, c: drafter.draft(p, s, c, drafter.shape)[0])(params, state, context)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _prefill(drafter, params, state, row, start, count, given):
     tokens = jnp.zeros((given.taps.shape[1] + 1,), jnp.int32)
@@ -130,7 +143,8 @@ def norm(config, weight, x):
 def rotated(config, x, positions):
     """`x[n, h, f]` rotated: pair i by `position * theta ** (-2i/f)`; neighbours or halves are the pairs."""
     half = config.head_dim // 2
-    angle = np.outer(positions / (config.rope.factor or 1), config.rope.theta ** (-2 * np.arange(half) / config.head_dim))[:, None]
+    speed = config.rope.theta ** (-2 * np.arange(half) / config.head_dim) / (config.rope.factor or 1)
+    angle = np.outer(positions, speed)[:, None]
     low, high = (x[..., 0::2], x[..., 1::2]) if config.rope_interleaved else (x[..., :half], x[..., half:])
     turned = low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)
     if config.rope_interleaved:
@@ -168,9 +182,9 @@ def convolved(config, tensors, prefix, n, x, side):
 
 
 def hidden(config, tensors, embedding, taps, anchor, rows):
-    """Post-norm rows of a block of `rows`, for one request with context features `taps[s]`; nothing is kept or shared."""
+    """Post-norm rows of a block of `rows` after context features `taps[s]`, of one request, from scratch."""
     w = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
-    c = norm(config, w["hidden_norm.weight"], np.asarray(taps, np.float64).reshape(-1, w["fc.weight"].shape[1]) @ w["fc.weight"].T)
+    c = norm(config, w["hidden_norm.weight"], np.asarray(taps, np.float64) @ w["fc.weight"].T)
     x = np.asarray(embedding, np.float64)[[anchor] + [config.mask_token_id] * (rows - 1)] * config.embedding_scale
     start = len(c)
     positions = np.arange(start + rows)

@@ -61,7 +61,9 @@ def full_forward(config: DecoderConfig, params, tokens, positions=None, mask=Non
         weights /= weights.sum(-1, keepdims=True)
         y = np.einsum("hnj,jhf->nhf", weights, v.repeat(ratio, axis=1)).reshape(n, -1)
         x = x + _linear(attention["out"], y)
-        gate, up = np.split(_linear(layer["mlp"]["gate_up"], _norm(x, layer["mlp_norm"]["weight"], c.rms_norm_eps)), 2, -1)
+        gate, up = np.split(
+            _linear(layer["mlp"]["gate_up"], _norm(x, layer["mlp_norm"]["weight"], c.rms_norm_eps)), 2, -1
+        )
         x = x + _linear(layer["mlp"]["down"], gate / (1 + np.exp(-gate)) * up)
         streams.append(x)
     head = params["embedding"] if c.tie_word_embeddings else params["head"]["weight"]

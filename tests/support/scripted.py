@@ -76,7 +76,7 @@ def _look_up(script: Array, context: Context, depth: int) -> tuple[Array, Array]
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedRuns(Weightless):
-    """As `ScriptedChain`, with at most `params["most"][row]` drafts a round: one compiled engine, any K up to its depth.
+    """As `ScriptedChain`, with at most `params["most"][row]` drafts a round: any K with one compiled engine.
 
     `params["script"]` is the script of `ScriptedChain`.
     """

@@ -14,7 +14,9 @@ VOCAB, POSITIONS, CONTEXT, BATCH, DEPTH = 16, 128, 96, 4, 12
 
 @functools.cache
 def _engine() -> Engine:
-    return toy.engine(ScriptedRuns(DEPTH), scripts([], 0), toy.lookup_target(VOCAB, POSITIONS), batch=BATCH, context=CONTEXT)
+    return toy.engine(
+        ScriptedRuns(DEPTH), scripts([], 0), toy.lookup_target(VOCAB, POSITIONS), batch=BATCH, context=CONTEXT
+    )
 
 
 def engine(by_token=None, by_position=None, drafts=None, tokenizer=None) -> Engine:

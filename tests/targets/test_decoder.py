@@ -1,5 +1,6 @@
 """The decoder, however its rows come in, against one whole pass in numpy."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,11 +10,13 @@ import pytest
 from support import toy, trees
 from support.forward import full_forward
 
+from specjax.cache import KVCache
 from specjax.draft import chain, pack, tree
 from specjax.targets import decoder
 from specjax.targets.config import ConfigError
 
 TEXT = np.random.default_rng(0).integers(0, toy.VOCAB, 40).astype(np.int32)
+CHUNK = 16  # also the size of a page
 KINDS = {
     "llama": {},
     "mqa-tied": {"num_heads": 4, "num_kv_heads": 1, "head_dim": 12, "tie_word_embeddings": True},
@@ -37,9 +40,9 @@ def model(kind):
 
 
 @functools.cache
-def whole(kind, length=len(TEXT)):
+def whole(kind):
     target, params = model(kind)
-    return full_forward(target.config, jax.device_get(params), TEXT[:length])
+    return full_forward(target.config, jax.device_get(params), TEXT)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
@@ -48,17 +51,13 @@ def forward(target, params, rows, cache, committed, taps=()):
     return out, target.logits(params, out.hidden)
 
 
-def chunk(tokens, start, width, ancestors=False):
-    """Rows of one request: `tokens` from position `start` on, padded to `width`."""
+def chunk(tokens, start, width):
+    """Rows of one request, a chain: `tokens` from position `start` on, padded to `width`."""
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(tokens)] = tokens
     draft = CHAIN(padded, np.array([len(tokens)], np.int32))
     rows = PACK(draft, np.array([start], np.int32), width, width, np.array([True]))
-    return rows if ancestors else chain_rows(rows)
-
-
-def chain_rows(rows):
-    return type(rows)(**{**vars(rows), "ancestors": None})
+    return dataclasses.replace(rows, ancestors=None)
 
 
 def make_cache(target, paged, dtype=jnp.float32, batch=1):
@@ -69,13 +68,13 @@ def make_cache(target, paged, dtype=jnp.float32, batch=1):
     else:
         cache = target.init_cache(batch, 64, dtype)
     poison = tuple(jnp.full(x.shape, 1e4, dtype) for x in cache.k)
-    return type(cache)(k=poison, v=poison, table=cache.table)
+    return dataclasses.replace(cache, k=poison, v=poison)
 
 
 def fill(kind, paged, count):
     """A cache that holds `TEXT[:count]`, put there in one pass."""
     target, params = model(kind)
-    out, _ = forward(target, params, chunk(TEXT[:count], 0, 40), make_cache(target, paged), np.array([0], np.int32))
+    out, _ = forward(target, params, chunk(TEXT[:count], 0, CHUNK), make_cache(target, paged), np.array([0], np.int32))
     return out.cache
 
 
@@ -95,8 +94,7 @@ def test_one_pass(kind):
     np.testing.assert_array_equal(jax.jit(target.embed)(params, TEXT), params["embedding"][TEXT])
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2-window"])
+@pytest.mark.parametrize(("kind", "paged"), [("llama", False), ("qwen2-window", True)])
 def test_row_by_row(kind, paged):
     target, params = model(kind)
     cache = make_cache(target, paged)
@@ -107,14 +105,13 @@ def test_row_by_row(kind, paged):
         np.testing.assert_allclose(logits[0], want[i], atol=1e-5 * np.abs(want).max())
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2-window"])
+@pytest.mark.parametrize(("kind", "paged"), [("llama", False), ("qwen2-window", True)])
 def test_chunks_with_a_padded_tail(kind, paged):
     target, params = model(kind)
     cache, got = make_cache(target, paged), []
-    for start in range(0, 40, 11):
-        part = TEXT[start : start + 11]
-        out, logits = forward(target, params, chunk(part, start, 11), cache, np.array([start], np.int32))
+    for start in range(0, 40, CHUNK):
+        part = TEXT[start : start + CHUNK]
+        out, logits = forward(target, params, chunk(part, start, CHUNK), cache, np.array([start], np.int32))
         cache = out.cache
         got.append(np.asarray(logits)[: len(part)])
     want = whole(kind)[0]
@@ -132,11 +129,10 @@ def tree_case(length, nodes, seed):
     return parents, tokens, positions, mask
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize(("kind", "paged"), [("llama", False), ("qwen2-window", True), ("qwen3", True)])
 def test_tree_rows(kind, paged):
     target, params = model(kind)
-    for length in (15, 16, 5):
+    for length in (CHUNK - 1, CHUNK, 5):
         parents, tokens, positions, mask = tree_case(length, 12, seed=length)
         draft = TREE(tokens[None], np.array([parents], np.int32), np.array([12], np.int32))
         committed = np.array([length], np.int32)
@@ -154,17 +150,17 @@ def test_a_ragged_batch_is_its_requests(paged):
     starts, nodes = np.array([15, 5, 0, 16], np.int32), np.array([12, 1, 12, 7], np.int32)
     cache = make_cache(target, paged, batch=4)
     # Fill the cache as prefill does, a request at a time through its own view.
-    view = jax.jit(type(cache).request)
+    view = jax.jit(KVCache.request)
     for b in (0, 1, 3):
-        rows = chunk(TEXT[: starts[b]], 0, 40)
+        rows = chunk(TEXT[: starts[b]], 0, CHUNK)
         out, _ = forward(target, params, rows, view(cache, np.int32(b)), np.array([0], np.int32))
-        cache = type(cache)(k=out.cache.k, v=out.cache.v, table=cache.table)
+        cache = dataclasses.replace(out.cache, table=cache.table)
     cases = [tree_case(int(length), 12, seed=b) for b, length in enumerate(starts)]
     draft = TREE(np.stack([c[1] for c in cases]), np.array([c[0] for c in cases], np.int32), nodes)
     rows = PACK(draft, starts, 24, 12, np.array([True, True, False, True]))
     _, logits = forward(target, params, rows, cache, starts)
     for b in (0, 1, 3):
-        parents, tokens, positions, mask = cases[b]
+        _, tokens, positions, mask = cases[b]
         text = np.concatenate([TEXT[: starts[b]], tokens])
         want = full_forward(target.config, jax.device_get(params), text, positions, mask)[0][starts[b] :][: nodes[b]]
         got = np.asarray(logits)[int(rows.starts[b]) : int(rows.starts[b]) + nodes[b]]
@@ -177,7 +173,7 @@ def test_bfloat16_one_row_is_the_first_of_two():
     cache = make_cache(target, False, jnp.bfloat16)
     start = np.array([0], np.int32)
     one, one_logits = forward(target, params, chunk(TEXT[:1], 0, 1), cache, start)
-    two, two_logits = forward(target, params, chunk(TEXT[:2], 0, 2), cache, start)
+    _, two_logits = forward(target, params, chunk(TEXT[:2], 0, 2), cache, start)
     assert one.hidden.dtype == one.cache.k[0].dtype == jnp.bfloat16
     assert one_logits.dtype == jnp.float32
     largest = float(jnp.max(jnp.abs(two_logits[0])))

@@ -1,0 +1,146 @@
+"""From a drafter's configuration to the drafter and its weights, in the precision and vocabulary of the target."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specjax import config as configs
+from specjax.config import DraftModelConfig, LearnedConfig, RunConfig
+from specjax.drafters import learned, registry
+from specjax.drafters.formats import mtp
+from specjax.drafters.formats.detect import detect
+from specjax.drafters.formats.files import open_folder
+from specjax.drafters.formats.read import LoadedDrafter, load_drafter
+from specjax.drafters.probe import probe
+from specjax.engine.precision import held_dtype, hold
+from specjax.targets import decoder
+from specjax.weights.load import load_checkpoint
+from specjax.weights.names import resolve
+
+# Each drafter family by the kind that configs know it by.
+_KINDS = {"dflash2": "dflash"}
+_PROBED = "Explain in a few sentences why the sky is blue, then give the same explanation to a child."
+
+
+def recognised(config: RunConfig) -> RunConfig:
+    """The configuration with `draft_model` replaced by the learned drafter that its folder turns out to hold.
+
+    A checkpoint with an MTP module inside is taken for that module where it is the target's own; elsewhere it is a model
+    that can draft as any other.
+
+    Raises:
+        ValueError: a drafter of a kind that is not supported.
+    """
+    chosen = config.drafter
+    if not isinstance(chosen, DraftModelConfig):
+        return config
+    folder = Path(chosen.model).expanduser()
+    if not (folder / "config.json").is_file():
+        return config
+    opened = open_folder(folder)
+    format = detect(opened)
+    if format is None or (format in mtp.FORMATS and folder.resolve() != Path(config.target).expanduser().resolve()):
+        return config
+    family = opened.config.get("speculators_model_type") if format.startswith("speculators") else None
+    family = family or next(f for f in ("dflash", "dspark", "eagle3", "peagle", "mtp", "ubtree") if f in format)
+    given = {"num_speculative_tokens": chosen.num_speculative_tokens} if "num_speculative_tokens" in chosen.model_fields_set else {}
+    section = configs.drafter({"kind": _KINDS.get(family, family), "model": chosen.model, **given})
+    fields = {name: getattr(config, name) for name in config.model_fields_set}
+    return configs.make(fields | {"drafter": section})
+
+
+def make_drafter(
+    config: RunConfig,
+    target: decoder.Target,
+    target_params: Any,
+    tokenizer: Any,
+    dtype: Any,
+    note: Callable[[str], None],
+) -> tuple[Any, Any]:
+    """The drafter that a configuration names, and its weights.
+
+    Args:
+        config: the run.
+        target: the model that it drafts for.
+        target_params: the model's arrays, which the drafter may share.
+        tokenizer: the model's tokenizer, or None.
+        dtype: dtype of values, as configured.
+        note: told what a learned drafter's loader and probe decided.
+
+    Raises:
+        ValueError: a drafter that cannot be read or does not fit the target.
+    """
+    chosen = config.drafter
+    if chosen.kind == "none":
+        return None, ()
+    sampled = config.draft_sampling == "sampled"
+    options = chosen.model_dump(exclude={"kind"})
+    if isinstance(chosen, LearnedConfig):
+        return _learned(config, target, target_params, tokenizer, held_dtype(dtype), sampled, note)
+    if isinstance(chosen, DraftModelConfig):
+        options |= _draft_model(options.pop("model"), target, tokenizer, dtype)
+        options |= {"sampled": sampled, "cache_dtype": str(held_dtype(dtype))}
+        params = options.pop("params")
+        return registry.create(chosen.kind, options), params
+    return registry.create(chosen.kind, options), ()
+
+
+def _learned(config: RunConfig, target, target_params, tokenizer, dtype, sampled: bool, note) -> tuple[Any, Any]:
+    chosen = config.drafter
+    assert isinstance(chosen, LearnedConfig)
+    path = Path(chosen.model).expanduser() if chosen.model is not None else resolve(config.target).path
+    if not path.is_dir() and chosen.model is not None:
+        path = resolve(chosen.model).path
+    loaded = load_drafter(path, target.config)
+    kind = _KINDS.get(loaded.config.family, loaded.config.family)
+    if kind != chosen.kind:
+        raise configs.ConfigError(f"{path} holds a drafter of kind '{kind}', the configuration says '{chosen.kind}'")
+    for said in loaded.notes:
+        note(said)
+    if chosen.probe:
+        prompt = _prompt(tokenizer, target.config.vocab_size)
+        loaded, said = probe(loaded, target, target_params, dtype, prompt)
+        for line in said:
+            note(line)
+    return learned.build(
+        with_head_rank(loaded, chosen).config, loaded.tensors, target, target_params, dtype, sampled=sampled, **_options(chosen)
+    )
+
+
+def with_head_rank(loaded: LoadedDrafter, chosen: LearnedConfig) -> LoadedDrafter:
+    """The drafter with the low-rank head that was asked for; one that its file has is kept otherwise."""
+    if not chosen.head_rank:
+        return loaded
+    ranked = dataclasses.replace(loaded.config, head_rank=chosen.head_rank, head_candidates=chosen.head_candidates)
+    return dataclasses.replace(loaded, config=ranked)
+
+
+def _options(chosen: LearnedConfig) -> dict[str, Any]:
+    """What is left of a section for the family's `build`."""
+    options = chosen.model_dump(exclude={"kind", "model", "probe", "head_rank", "head_candidates"})
+    if "topk" in options:
+        options |= {"branching": options.pop("topk"), "depth": options.pop("num_speculative_tokens")}
+    return options
+
+
+def _prompt(tokenizer: Any, vocab_size: int) -> list[int]:
+    """What the target writes its text for the probe from."""
+    if tokenizer is None:
+        return list(range(min(8, vocab_size)))
+    try:
+        return tokenizer.encode_chat([{"role": "user", "content": _PROBED}])
+    except ValueError:  # no chat template
+        return tokenizer.encode(_PROBED)
+
+
+def _draft_model(name: str, target: decoder.Target, tokenizer: Any, dtype) -> dict[str, Any]:
+    """Load a draft model; its ids must mean what the target's mean."""
+    checkpoint = load_checkpoint(name)
+    ours, theirs = target.config.vocab_size, checkpoint.config.vocab_size
+    if ours != theirs:
+        raise configs.ConfigError(f"draft model {name!r} has {theirs} tokens, the target {ours}: they must share a vocabulary")
+    if tokenizer is not None and tokenizer.fingerprint() != checkpoint.tokenizer.fingerprint():
+        raise configs.ConfigError(f"draft model {name!r} and the target have different tokenizers: their ids mean different tokens")
+    model, params = decoder.from_tensors(checkpoint.config, checkpoint.tensors, dtype)
+    return {"model": model, "params": hold(params, dtype)}

@@ -1,0 +1,110 @@
+"""From a configuration and a drafter's folder to drafts: detection, options, notes, and the text of plain decoding."""
+
+import dataclasses
+import functools
+
+import pytest
+from support import checkpoints, toy
+from support.checkpoints import Sample
+
+from specjax import config as configs
+from specjax.config import ConfigError, RunConfig
+from specjax.engine.drafter import make_drafter, recognised
+
+PROMPT = [5, 9, 2, 33, 7]
+
+
+@functools.cache
+def target():
+    return toy.tiny(num_layers=8, windows=())
+
+
+def sample(format: str) -> Sample:
+    return next(s for s in checkpoints.samples() if s.format == format).copy()
+
+
+def make(section: dict, **run):
+    notes: list[str] = []
+    model, params = target()
+    config = RunConfig(drafter=configs.drafter(section), **run)
+    return *make_drafter(config, model, params, None, "float32", notes.append), notes
+
+
+@pytest.mark.parametrize(
+    ("format", "kind"),
+    [
+        ("eagle3-safeailab", "eagle3"),
+        ("peagle-specforge", "peagle"),
+        ("speculators-peagle", "peagle"),
+        ("speculators-mtp", "mtp"),
+        ("dflash-zlab", "dflash"),
+        ("dflash2-zlab", "dflash"),
+        ("speculators-dflash2", "dflash"),
+        ("dspark-liquid", "dspark"),
+        ("ubtree", "ubtree"),
+    ],
+)
+def test_a_path_is_recognised(format, kind, tmp_path):
+    folder = sample(format).write(tmp_path / "head")
+    config = recognised(configs.load(None, [f"drafter={folder}"]))
+    assert (config.drafter.kind, config.drafter.model) == (kind, str(folder))
+    counted = recognised(configs.load(None, [f"drafter={folder}", "drafter.num_speculative_tokens=2"]))
+    assert counted.drafter.num_speculative_tokens == 2
+
+
+def test_a_model_with_a_module_inside_is_one_only_for_itself(tmp_path):
+    folder = sample("mtp-qwen").write(tmp_path / "target")
+    own = configs.load(None, [f"target={folder}", f"drafter={folder}"])
+    assert recognised(own).drafter.kind == "mtp"
+    other = configs.load(None, [f"drafter={folder}"])
+    assert recognised(other) == other
+
+
+def test_other_drafters_are_left_alone(tmp_path):
+    plain = Sample("", checkpoints.LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"x": checkpoints.array("x", 2)}, {})
+    for drafter in ("none", "ngram", str(plain.write(tmp_path / "plain")), "some/name"):
+        config = configs.load(None, [f"drafter={drafter}"])
+        assert recognised(config) is config
+
+
+def test_kind_must_be_that_of_the_files(tmp_path):
+    folder = sample("dflash-zlab").write(tmp_path / "head")
+    with pytest.raises(ConfigError, match="of kind 'dflash', the configuration says 'eagle3'"):
+        make({"kind": "eagle3", "model": str(folder), "probe": False})
+
+
+def test_options_reach_the_drafter(tmp_path):
+    eagle, block = sample("eagle3-specforge").write(tmp_path / "a"), sample("dspark-deepspec").write(tmp_path / "b")
+    section = {"kind": "eagle3", "model": str(eagle), "probe": False, "num_speculative_tokens": 3, "topk": 2, "rows": 6}
+    drafter, params, notes = make(section | {"head_rank": 4, "head_candidates": 8}, draft_sampling="sampled")
+    assert (drafter.shape.depth, drafter.shape.branching, drafter.shape.rows, drafter.sampled) == (3, 2, 6, True)
+    assert drafter.head.candidates == 8 and params["head"]["down"].shape == (4, 32)
+    assert notes == []
+    section = {"kind": "dspark", "model": str(block), "probe": False, "confidence_threshold": 0.5, "num_speculative_tokens": 2}
+    drafter, _, notes = make(section)
+    assert (drafter.confidence_threshold, drafter.depth, drafter.sampled) == (0.5, 2, False)
+    assert any("partial_rotary_factor" in note for note in notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["eagle3-specforge", "dflash-zlab"])
+def test_text_is_that_of_plain_decoding(format, tmp_path):
+    from specjax.engine.engine import Engine
+
+    folder = sample(format).write(tmp_path / "head")
+    kind = format.split("-")[0]
+    drafter, params, notes = make({"kind": kind, "model": str(folder)})
+    assert sum(note.startswith("probe:") for note in notes) == 1
+    want = toy.engine(target=target()).generate(PROMPT, max_tokens=24, temperature=0)
+    engine: Engine = toy.engine(drafter, params, target=target())
+    got = engine.generate(PROMPT, max_tokens=24, temperature=0)
+    assert got.token_ids == want.token_ids
+
+
+def test_unreadable_drafter_is_refused_by_name(tmp_path):
+    s = sample("eagle3-specforge")
+    del s.tensors["midlayer.mlp.up_proj.weight"]
+    folder = s.write(tmp_path / "head")
+    with pytest.raises(ValueError, match="missing: layers.0.mlp.up_proj.weight"):
+        make({"kind": "eagle3", "model": str(folder)})
+    assert dataclasses.is_dataclass(s)
