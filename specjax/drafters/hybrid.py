@@ -19,9 +19,9 @@ class Hybrid:
     is one node, and where they part the target's own choice decides.
 
     The rows are shared out like this: the branch of `lookup` first, as far as it has found one (copied text is free to
-    draft and, where it matches at all, often right for long), then the nodes of `model` in the order in which it lists
-    them, as many as fit. A model tree keeps its rows, so a match costs it its last nodes; a model chain and a branch both
-    fit whole. Without a match the draft is the model's.
+    draft and, where it matches at all, often right for long), then the nodes of `model` in the order in which it
+    lists them, as many as fit. A model tree keeps its rows, so a match costs it its last nodes; a model chain and a
+    branch both fit whole. Without a match the draft is the model's.
 
     `params` and `state` are `{"model": ..., "lookup": ...}`.
 
@@ -39,13 +39,13 @@ class Hybrid:
     def __post_init__(self):
         for part in (self.model, self.lookup):
             if getattr(part, "sampled", False):
-                raise ValueError(f"hybrid: {part.kind} draws its drafts; branches can only be grafted where both are deterministic")
+                raise ValueError(f"hybrid: {part.kind} draws its drafts; both parts must be deterministic")
         if not self.lookup.shape.is_chain:
             raise ValueError(f"hybrid: the lookup drafter must draft chains, but {self.lookup.kind} drafts trees")
         if self.lookup.taps or self.lookup.wants_hidden:
-            raise ValueError(f"hybrid: the lookup drafter must not read the target's features, but {self.lookup.kind} does")
+            raise ValueError(f"hybrid: {self.lookup.kind} must not read the target's features, as the lookup drafter")
         if self.rows is not None and self.rows <= self._depth:
-            raise ValueError(f"hybrid: {self.rows} rows cannot hold a path of {self._depth} drafts; set rows to at least {self._depth + 1}")
+            raise ValueError(f"hybrid: rows must be at least {self._depth + 1} to hold a whole path, got {self.rows}")
 
     @property
     def _depth(self) -> int:
@@ -98,8 +98,8 @@ class Hybrid:
 def graft(branch: Draft, onto: Draft, rows: int) -> Draft:
     """One tree of the chain `branch` and, after it, the nodes of `onto` that are not on it; at most `rows` nodes.
 
-    A node is its prefix: a node of `onto` is on the branch if its depth is live there and it and all its ancestors carry
-    the branch's tokens.
+    A node is its prefix: a node of `onto` is on the branch if its depth is live there and it and all its ancestors
+    carry the branch's tokens.
     """
     batch, count = onto.tokens.shape
     request = jnp.arange(batch)[:, None]

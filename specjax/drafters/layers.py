@@ -28,7 +28,7 @@ def apply(projection: Mapping[str, Array], x: Float[Array, "b n i"]) -> Float[Ar
     return y + projection["bias"] if "bias" in projection else y
 
 
-def _rotate(x: Float[Array, "N h f"], cos: Array, sin: Array) -> Array:
+def rotate_heads(x: Float[Array, "N h f"], cos: Array, sin: Array) -> Array:
     """Rotate the leading `2 * cos.shape[-1]` dimensions of each head; the rest pass."""
     turning = 2 * cos.shape[-1]
     if turning == x.shape[-1]:
@@ -43,7 +43,7 @@ def attention_inputs(c: HeadConfig, layer: Mapping[str, Any], x: Float[Array, "b
     q, k, v, gate = jnp.split(joined, (heads, heads + groups, heads + 2 * groups), axis=1)
     if c.qk_norm:
         q, k = norm(layer["q_norm"], q, c.rms_norm_eps), norm(layer["k_norm"], k, c.rms_norm_eps)
-    q, k = (_rotate(t, cos, sin) for t in (q, k))
+    q, k = (rotate_heads(t, cos, sin) for t in (q, k))
     q, k, v = (t.reshape(*x.shape[:2], *t.shape[1:]) for t in (q, k, v))
     return q, k, v, gate.reshape(*x.shape[:2], -1) if c.attention_gate else None
 

@@ -1,8 +1,8 @@
 """The best trees over a fixed set of candidates a depth, found by a beam: UBTree's Algorithm 1, and DDTree.
 
-A draft pass has scored `c` candidates at each depth, given their predecessor or regardless of it. The tree with the most
-probability mass is then a matter of bookkeeping: no network runs in here, so all depths are one `lax.scan` of small
-top-k's.
+A draft pass has scored `c` candidates at each depth, given their predecessor or regardless of it. The tree with the
+most probability mass is then a matter of bookkeeping: no network runs in here, so all depths are one `lax.scan` of
+small top-k's.
 """
 
 import jax

@@ -30,9 +30,9 @@ CODE_ROWS = 8192  # embedding rows that go through the codebook networks at once
 class UBTree(BlockDrafter):
     """Candidate `b` at depth i after `a` scores `alpha_i u_i(b) + lambda_i <(P h_i) * phi(a), psi(b)>`.
 
-    `u_i` are the head's logits, `phi` and `psi` the codes, and alpha and lambda calibrate a depth. Log-probabilities are
-    the log-softmax of the scores over the candidates of a depth, for each predecessor; `supertree.grow` makes the tree of
-    them. It does not depend on the temperature.
+    `u_i` are the head's logits, `phi` and `psi` the codes, and alpha and lambda calibrate a depth. Log-probabilities
+    are the log-softmax of the scores over the candidates of a depth, for each predecessor; `supertree.grow` makes the
+    tree of them. It does not depend on the temperature.
 
     Attributes:
         tree: `ubtree` as above; `ddtree` leaves the selector out.
@@ -51,7 +51,7 @@ class UBTree(BlockDrafter):
         if self.width < 1:
             raise ValueError(f"{self.kind}: tree_width must be at least 1, got {self.width}")
         if self.tree == "ddtree" and (self.tree_width, self.top_k) != (None, None):
-            raise ValueError(f"{self.kind}: tree_width and top_k belong to tree 'ubtree'; 'ddtree' has a tree_budget alone")
+            raise ValueError(f"{self.kind}: tree_width and top_k belong to tree 'ubtree'; 'ddtree' reads neither")
 
     @classmethod
     def _trees(cls) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class UBTree(BlockDrafter):
         ids: Int[Array, "b k c"],
         unary: Float[Array, "b k c"],
     ) -> Float[Array, "b k a c"]:
-        """Log-probability of each candidate after each one of the depth before; at the first depth all rows are the anchor's."""
+        """Log-probability of each candidate after each one of the depth before; at the first, after the anchor."""
         batch, depth, count = ids.shape
         before = jnp.broadcast_to(anchor[:, None, None], (batch, 1, count))
         before = jnp.concatenate([before, ids[:, :-1]], axis=1)
@@ -106,15 +106,19 @@ def codebook(embedding: Float[Array, "v d"], fc1: Float[Array, "u d"], fc2: Floa
 
 
 def build(
-    config: HeadConfig, tensors: Mapping[str, np.ndarray], target: Target, target_params: Any, dtype: Any, **options: Any
+    config: HeadConfig,
+    tensors: Mapping[str, np.ndarray],
+    target: Target,
+    target_params: Any,
+    dtype: Any,
+    **options: Any,
 ) -> tuple[UBTree, Any]:
     """A UBTree drafter from its tensors; see `specjax.drafters.learned.build`.
 
-    The codes are those of the target's embedding rows as they are stored, without an embedding scale, whether or not the
-    drafter ships an embedding of its own.
+    The codes are those of the target's embedding rows as they are stored, without an embedding scale, whether or not
+    the drafter ships an embedding of its own.
     """
-    del target
-    drafter, params = build_drafter(UBTree, config, tensors, target_params, dtype, options)
+    drafter, params = build_drafter(UBTree, config, tensors, target, target_params, dtype, options)
 
     def get(name: str, dtype=dtype) -> Array:
         return jnp.asarray(tensors[f"bigram_selector.{name}"], dtype)

@@ -6,20 +6,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import blocks, toy
 
 from specjax.targets.config import RopeConfig
-from support import blocks, toy
 
 TAPS = 2 * blocks.WIDTH
 LENGTHS = (9, 4, 1)  # committed tokens: 8, 3 and 0 context rows
 ANCHORS = (5, 17, 40)
 
 VARIANTS = {
-    "in place": {},
+    "in place": {"num_layers": 2},
     "shifted": {"shifted": True},
-    "windows": {"windows": (3, None)},
-    "windows, seen both ways": {"windows": (3, 4), "block_causal": (False, False)},
-    "causal": {"block_causal": (True, True)},
+    "windows": {"num_layers": 2, "windows": (3, None)},
+    "windows, seen both ways": {"num_layers": 2, "windows": (3, 4), "block_causal": (False, False)},
+    "causal": {"block_causal": (True,)},
     "convolutions": {"conv_kernel": 2, "conv_group": 8},
     "long convolutions": {"conv_kernel": 3, "conv_group": 4},
     "neighbouring pairs": {"rope_interleaved": True, "attention_bias": True},
@@ -71,8 +71,8 @@ def test_hidden_rows(variant, depth, taps):
 @pytest.mark.parametrize("variant", ["windows", "causal", "convolutions", "neighbouring pairs", "norm offset"])
 def test_variants_differ(variant, taps):
     """The test above could not tell these apart if the option changed nothing."""
-    base = blocks.head_config()
     config = blocks.head_config(**VARIANTS[variant])
+    base = blocks.head_config(num_layers=config.num_layers)
     tensors = blocks.random_tensors(config)
     embedding = toy.tiny()[1]["embedding"]
     plain = blocks.hidden(base, tensors, embedding, taps[0], 5, 5)
@@ -109,7 +109,7 @@ def test_the_anchor_has_no_features(taps):
 
 def test_context_kept_is_context_recomputed(taps):
     """Chunked prefill, one pass, and rows taken in round by round leave the same block rows."""
-    config = blocks.head_config(windows=(4, None))
+    config = blocks.head_config(num_layers=2, windows=(4, None))
     drafter, params = blocks.build(config)
     lengths = [length - 1 for length in LENGTHS]
     whole = blocks.prefilled(drafter, params, taps, lengths)
@@ -126,7 +126,8 @@ def test_context_kept_is_context_recomputed(taps):
     want = block_rows(drafter, params, whole, given(), shape.depth)
     for state in (chunked, grown):
         np.testing.assert_allclose(block_rows(drafter, params, state, given(), shape.depth), want, rtol=1e-5, atol=1e-5)
-    fresh, _ = drafter.draft(params, whole, given(), shape)
+    nothing = blocks.features(np.zeros((3, 5, TAPS)), [0, 0, 0], [0, 0, 0])
+    fresh, _ = take(whole, given(features=nothing))
     np.testing.assert_array_equal(draft.tokens, fresh.tokens)
 
 
@@ -137,11 +138,11 @@ def test_rejected_rows_are_overwritten(taps):
     state = blocks.prefilled(drafter, params, wrong, [8, 3, 0])
     rows = np.zeros((3, 6, TAPS), np.float32)
     rows[0], rows[1, :1] = taps[0][2:], taps[1][2:]
-    _, state = drafter.draft(params, state, given(features=blocks.features(rows, [2, 2, 0], [6, 1, 0])), drafter.shape)
+    told = given(features=blocks.features(rows, [2, 2, 0], [6, 1, 0]))
+    _, state = jax.jit(lambda s, c: drafter.draft(params, s, c, drafter.shape))(state, told)
     want = blocks.prefilled(drafter, params, taps, [8, 3, 0])
-    np.testing.assert_allclose(
-        block_rows(drafter, params, state, given(), 4), block_rows(drafter, params, want, given(), 4), rtol=1e-5, atol=1e-5
-    )
+    got, want = (block_rows(drafter, params, x, given(), 4) for x in (state, want))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_neighbours_do_not_matter(taps):
@@ -161,7 +162,7 @@ def test_head_settings_reach_the_scores(taps):
     tensors = blocks.random_tensors(config)
     drafter, params = blocks.build(config, tensors, tree="ddtree", num_speculative_tokens=1, tree_budget=4)
     state = blocks.prefilled(drafter, params, taps, [8, 3, 0])
-    draft, _ = drafter.draft(params, state, given(), drafter.shape)
+    draft, _ = jax.jit(lambda s, c: drafter.draft(params, s, c, drafter.shape))(state, given())
     ids = np.arange(20) + tensors["d2t"]
     for row, anchor in enumerate(ANCHORS):
         rows = blocks.hidden(config, tensors, toy.tiny()[1]["embedding"], taps[row], anchor, 2)
@@ -180,9 +181,9 @@ def test_head_settings_reach_the_scores(taps):
         ({}, {"tree": "ddtree", "tree_budget": 3}, "path of 4"),
         ({}, {"temperature": 1.0}, "no option temperature"),
         ({"mask_token_id": None}, {}, "mask_token_id"),
-        ({"mask_token_id": 64}, {}, "outside the vocabulary"),
+        ({"mask_token_id": 64}, {}, "not in the vocabulary"),
         ({"block_size": 1}, {}, "block_size"),
-        ({"windows": (4,)}, {}, "1 windows for 2 layers"),
+        ({"windows": (4, 4)}, {}, "2 windows for 1 layers"),
         ({"attention_gate": True}, {}, "no attention gate"),
     ],
 )
@@ -197,8 +198,8 @@ def test_shapes():
     assert blocks.build(dataclasses.replace(config, shifted=True))[0].shape.depth == 5
     tree = blocks.build(config, tree="ddtree")[0].shape
     assert (tree.depth, tree.rows, tree.is_chain) == (4, 32, False)
+    drafter, params = blocks.build(config)
     with pytest.raises(ValueError, match="depth 1 to 4"):
-        drafter, params = blocks.build(config)
         drafter.draft(params, drafter.init_state(3, 32), given(), tree)
 
 

@@ -1,7 +1,6 @@
 """Load a learned drafter from whatever packaging its folder holds, strictly: everything fits, or nothing is loaded."""
 
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -68,18 +67,10 @@ def load_drafter(path: str | Path, target: DecoderConfig) -> LoadedDrafter:
     if config is None or problems:
         raise DrafterError(f"{path} ({format})", problems)
     file_names = {ours: name for name, ours in names.items()}
-    t2d = folder.tensor(file_names["t2d"]) if "t2d" in file_names else None
     if "d2t" in file_names:
-        offsets = folder.tensor(file_names["d2t"])
-        found, said = vocabulary_problems(config, offsets, t2d)
-        if config.draft_vocab_size == config.vocab_size:
-            found = ["d2t renumbers a full vocabulary, which is not supported"] if offsets.any() else []
-            said = []
-        if found:
+        d2t, t2d = (folder.tensor(file_names[name]) if name in file_names else None for name in ("d2t", "t2d"))
+        if found := vocabulary_problems(config, d2t, t2d):
             raise DrafterError(f"{path} ({format})", found)
-        for note in said:
-            warnings.warn(f"{path}: {note}", stacklevel=2)
-        notes += said
     return LoadedDrafter(config=config, tensors=_tensors(folder, config, file_names), format=format, notes=tuple(notes))
 
 
@@ -105,13 +96,10 @@ def interpret(
     notes = list(reading.notes)
     if folder.config.get("auto_map"):
         notes.append("auto_map names Python code in the checkpoint; it is not executed")
-    names = dict(reading.names)
-    if drafts == vocab:  # an identity map that some exporters write
-        names = {name: ours for name, ours in names.items() if ours != "d2t"} | {
-            name: "t2d" if ours == "t2d" else ours for name, ours in names.items() if ours == "t2d"
-        }
+    # An identity map that some exporters write beside a full vocabulary is no tensor of the drafter.
+    names = {name: ours for name, ours in reading.names.items() if ours != "d2t" or drafts != vocab}
     problems = [*reading.problems, *config.rope.problems(), *description_problems(config, target)]
-    problems += tensor_problems(config, names, folder.shapes, {})
+    problems += tensor_problems(config, names, folder.shapes)
     problems += [
         f"{name} is stored as {folder.dtypes[name]}; supported are {', '.join(FLOATS)}"
         for name, ours in names.items()

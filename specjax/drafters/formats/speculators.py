@@ -48,8 +48,13 @@ def read(folder: Folder, target: DecoderConfig, format: str) -> Reading:
         keys.problems.append("config key 'transformer_layer_config' is missing")
     _verifier(about, target, keys, notes)
     kind = (layer or {}).get("model_type", "qwen3")
-    if kind not in _LAYERS:
-        keys.problems.append(f"layers of model_type {kind!r} are not supported; supported are {', '.join(_LAYERS)}")
+    known = {
+        "mtp": ("qwen3", "qwen3_next", "qwen3_5_text"),
+        "eagle3": ("llama", "qwen3"),
+        "peagle": ("llama", "qwen3"),
+    }.get(family, ("qwen3",))
+    if kind not in known:
+        keys.problems.append(f"{family} with layers of model_type {kind!r} is not supported, only {', '.join(known)}")
     qk_norm, offset, gate = _LAYERS.get(kind, (False, False, False))
     if family == "mtp" and gate:  # the layers of a hybrid target; the module's one layer has full attention
         keys.skip("layer_types", "use_sliding_window", "full_attention_interval", *_LINEAR)

@@ -159,5 +159,5 @@ def _check_words(out, described, names: Mapping[str, str], config: HeadConfig, t
     fields = [field.name for field in dataclasses.fields(config)]
     lost = [f"{name} {getattr(config, name)!r}" for name in fields if getattr(config, name) != getattr(read, name, None)]
     if problems or lost:
-        reasons = problems or [f"it has no words for {', '.join(lost)}"]
+        reasons = [f"it has no words for {', '.join(lost)}"] if lost else problems
         raise ValueError(f"format {format!r} cannot hold this drafter:" + "".join(f"\n  - {reason}" for reason in reasons))

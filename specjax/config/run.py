@@ -1,93 +1,17 @@
-"""What a run is: frozen, strict configuration, read from YAML, from dotted overrides and from vLLM's JSON.
-
-Nothing here imports JAX. Whatever cannot be honoured is refused before anything is loaded, and all faults of a file
-are listed at once, each with its line and, for an unknown key, with the nearest known one.
-"""
+"""The run: what is read from YAML and dotted overrides, and all faults of it at once."""
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
+
+from specjax.config.drafters import DRAFTERS, AnyDrafter, ConfigError, DrafterConfig, NoDrafter, Strict
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be honoured; the message lists every fault."""
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class DrafterConfig(_Strict):
-    """What all drafters' options share: `kind`, and the drafts of one round.
-
-    `num_speculative_tokens` counts drafts only: the root (the last committed token) is verified with them, but is not
-    one of them, and a round emits at most one token more than it drafts.
-    """
-
-    kind: str
-    samples: ClassVar[bool] = False  # whether the drafter has a distribution `q` to sample drafts from
-
-
-class NoDrafter(DrafterConfig):
-    """Plain decoding."""
-
-    kind: Literal["none"] = "none"
-
-
-class NgramConfig(DrafterConfig):
-    """Prompt lookup: what followed the last `prompt_lookup_max` (down to `_min`) tokens when they last occurred."""
-
-    kind: Literal["ngram"] = "ngram"
-    num_speculative_tokens: int = Field(default=5, ge=1)
-    prompt_lookup_min: int = Field(default=2, ge=1)
-    prompt_lookup_max: int = Field(default=5, ge=1)
-
-    @model_validator(mode="after")
-    def _ordered(self):
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        if low > high:
-            raise ValueError(f"prompt_lookup_min ({low}) must not exceed prompt_lookup_max ({high})")
-        return self
-
-
-class SuffixConfig(DrafterConfig):
-    """Suffix decoding (arXiv 2411.04975): counted continuations in this request and in earlier answers.
-
-    `ring` is the number of tokens of earlier answers that are remembered; `specjax.drafters.suffix` tells the rest.
-    """
-
-    kind: Literal["suffix"] = "suffix"
-    num_speculative_tokens: int = Field(default=5, ge=1)
-    max_depth: int = Field(default=24, ge=1)
-    max_spec_factor: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    max_spec_offset: float = Field(default=0.0, allow_inf_nan=False)
-    min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
-    ring: int = Field(default=16384, ge=0)
-    occurrences: int = Field(default=128, ge=1)
-
-
-class DraftModelConfig(DrafterConfig):
-    """A smaller model with the target's vocabulary: `model` is a folder, a GGUF file or a model name."""
-
-    kind: Literal["draft_model"] = "draft_model"
-    samples: ClassVar[bool] = True
-    model: str
-    num_speculative_tokens: int = Field(default=4, ge=1)
-
-
-# A new drafter: its options above, and its name in this line.
-AnyDrafter = NoDrafter | NgramConfig | SuffixConfig | DraftModelConfig
-
-_DRAFTERS: dict[str, type[DrafterConfig]] = {c.model_fields["kind"].default: c for c in get_args(AnyDrafter)}
-DRAFTER_KINDS = tuple(_DRAFTERS)
-
-
-class RunConfig(_Strict):
+class RunConfig(Strict):
     """One run of the engine: a target, a drafter, and how they decode.
 
     Attributes:
@@ -129,7 +53,7 @@ class RunConfig(_Strict):
     def _honoured(self):
         if self.page_size is not None and self.context % self.page_size:
             raise ValueError(f"context ({self.context}) must be a multiple of page_size ({self.page_size})")
-        drafts = getattr(self.drafter, "num_speculative_tokens", 0)
+        drafts = getattr(self.drafter, "num_speculative_tokens", None) or 0
         if drafts + 1 > self.context:
             raise ValueError(f"context ({self.context}) must exceed num_speculative_tokens ({drafts})")
         if self.draft_sampling == "sampled" and not self.drafter.samples:
@@ -163,7 +87,7 @@ def make(values: Mapping[str, Any], *, lines: Mapping[str, int] | None = None, s
         return RunConfig.model_validate(dict(values))
     except ValidationError as error:
         faults = [_fault(e, lines or {}) for e in error.errors(include_url=False)]
-    raise ConfigError(_listed(faults, source or "the configuration"))
+    raise ConfigError(listed(faults, source or "the configuration"))
 
 
 def load(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
@@ -182,55 +106,12 @@ def load(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     return make(values, lines=lines, source=source)
 
 
-# vLLM's names of `--speculative-config`, by method: theirs -> ours.
-_SPECULATIVE_KEYS = {
-    "ngram": {
-        "num_speculative_tokens": "num_speculative_tokens",
-        "prompt_lookup_max": "prompt_lookup_max",
-        "prompt_lookup_min": "prompt_lookup_min",
-    },
-    "suffix": {
-        "num_speculative_tokens": "num_speculative_tokens",
-        "suffix_decoding_max_tree_depth": "max_depth",
-        "suffix_decoding_max_spec_factor": "max_spec_factor",
-        "suffix_decoding_min_token_prob": "min_token_prob",
-    },
-    "draft_model": {"num_speculative_tokens": "num_speculative_tokens", "model": "model"},
-}
-
-
-def from_speculative_config(text: str) -> DrafterConfig:
-    """A drafter from the JSON that vLLM's `--speculative-config` takes.
-
-    As there, one of `prompt_lookup_min` and `prompt_lookup_max` alone sets both, and `model` alone means `draft_model`.
-
-    Raises:
-        ConfigError: not a JSON object, an unknown method or key (with the nearest known one), a wrong type.
-    """
-    try:
-        given = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"the speculative config is not JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"the speculative config must be a JSON object, got {text!r}")
-    method = given.pop("method", "draft_model" if "model" in given else None)
-    if method not in _SPECULATIVE_KEYS:
-        raise ConfigError(f"unknown method {method!r}{_nearest(str(method), _SPECULATIVE_KEYS, 'methods')}")
-    names = _SPECULATIVE_KEYS[method]
-    unknown = [key for key in given if key not in names]
-    if unknown:
-        faults = [f"unknown key '{key}' for method '{method}'{_nearest(key, names, 'keys')}" for key in unknown]
-        raise ConfigError(_listed(faults, "the speculative config"))
-    options = {names[key]: value for key, value in given.items()}
-    bounds = {"prompt_lookup_min", "prompt_lookup_max"} & options.keys()
-    if len(bounds) == 1:
-        options |= dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), options[bounds.pop()])
-    return drafter({"kind": method, **options})
-
-
 def _section(text: str) -> dict[str, str]:
-    """A bare drafter string as a section: one of the kinds, else the path or name of a draft model."""
-    if text in _DRAFTERS:
+    """A bare drafter string as a section: one of the kinds, else the path or name of a model.
+
+    What the path holds, a model or a learned drafter, is found out when it is loaded (`engine.drafter.recognised`).
+    """
+    if text in DRAFTERS:
         return {"kind": text}
     if "/" in text or "\\" in text or Path(text).exists():
         return {"kind": "draft_model", "model": text}
@@ -254,7 +135,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     lines, twice = {}, []
     _walk(node, "", lines, twice)
     if twice:
-        raise ConfigError(_listed(twice, str(path)))
+        raise ConfigError(listed(twice, str(path)))
     return values, lines
 
 
@@ -293,17 +174,17 @@ def _fault(error: Any, lines: Mapping[str, int]) -> str:
     path = [str(part) for part in error["loc"]]
     fields = RunConfig.model_fields
     if len(path) > 1 and path[0] == "drafter":  # pydantic names the chosen kind as a step of the path
-        fields = _DRAFTERS[path[1]].model_fields
+        fields = DRAFTERS[path[1]].model_fields
         del path[1]
     key = ".".join(path)
     place = f"line {lines[key]}: " if key in lines else ""
     if error["type"] == "extra_forbidden":
-        return f"{place}unknown key '{key}'{_nearest(path[-1], fields, 'keys')}"
+        return f"{place}unknown key '{key}'{nearest(path[-1], fields, 'keys')}"
     if error["type"] == "union_tag_invalid":
         kind = error["ctx"]["tag"]
-        return f"{place}unknown drafter {kind!r}{_nearest(str(kind), _DRAFTERS, 'kinds')}, or the path of a draft model"
+        return f"{place}unknown drafter {kind!r}{nearest(str(kind), DRAFTERS, 'kinds')}, or the path of a drafter"
     if error["type"] == "union_tag_not_found":
-        return f"{place}'{key}' needs a 'kind': {', '.join(_DRAFTERS)}"
+        return f"{place}'{key}' needs a 'kind': {', '.join(DRAFTERS)}"
     if error["type"] == "missing":
         return f"{place}'{key}' is missing"
     message = error["msg"].removeprefix("Value error, ")
@@ -311,13 +192,13 @@ def _fault(error: Any, lines: Mapping[str, int]) -> str:
     return f"{place}{key + ': ' if key else ''}{message[0].lower()}{message[1:]}{shown}"
 
 
-def _nearest(name: str, known: Iterable[str], what: str) -> str:
+def nearest(name: str, known: Iterable[str], what: str) -> str:
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else f"; known {what}: {', '.join(known)}"
 
 
-def _listed(faults: list[str], source: str) -> str:
+def listed(faults: list[str], source: str) -> str:
     if len(faults) == 1:
         return f"{source}: {faults[0]}"
     return f"{source} has {len(faults)} faults:\n" + "\n".join(f"  - {fault}" for fault in faults)

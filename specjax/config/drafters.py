@@ -1,0 +1,160 @@
+"""One section a drafter: its kind, and the options that it honours."""
+
+from typing import Annotated, ClassVar, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be honoured; the message lists every fault."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class DrafterConfig(Strict):
+    """What all drafters' options share: `kind`, and the drafts of one round.
+
+    `num_speculative_tokens` counts drafts only: the root (the last committed token) is verified with them, but is not
+    one of them, and a round emits at most one token more than it drafts.
+    """
+
+    kind: str
+    samples: ClassVar[bool] = False  # whether the drafter has a distribution `q` to sample drafts from
+
+
+class NoDrafter(DrafterConfig):
+    """Plain decoding."""
+
+    kind: Literal["none"] = "none"
+
+
+class NgramConfig(DrafterConfig):
+    """Prompt lookup: what followed the last `prompt_lookup_max` (down to `_min`) tokens when they last occurred."""
+
+    kind: Literal["ngram"] = "ngram"
+    num_speculative_tokens: int = Field(default=5, ge=1)
+    prompt_lookup_min: int = Field(default=2, ge=1)
+    prompt_lookup_max: int = Field(default=5, ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if low > high:
+            raise ValueError(f"prompt_lookup_min ({low}) must not exceed prompt_lookup_max ({high})")
+        return self
+
+
+class SuffixConfig(DrafterConfig):
+    """Suffix decoding (arXiv 2411.04975): counted continuations in this request and in earlier answers.
+
+    `ring` is the number of tokens of earlier answers that are remembered; `specjax.drafters.suffix` tells the rest.
+    """
+
+    kind: Literal["suffix"] = "suffix"
+    num_speculative_tokens: int = Field(default=5, ge=1)
+    max_depth: int = Field(default=24, ge=1)
+    max_spec_factor: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    max_spec_offset: float = Field(default=0.0, allow_inf_nan=False)
+    min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
+    ring: int = Field(default=16384, ge=0)
+    occurrences: int = Field(default=128, ge=1)
+
+
+class DraftModelConfig(DrafterConfig):
+    """A smaller model with the target's vocabulary: `model` is a folder, a GGUF file or a model name.
+
+    Where the folder turns out to hold a learned drafter, that drafter's kind is used, with its own defaults.
+    """
+
+    kind: Literal["draft_model"] = "draft_model"
+    samples: ClassVar[bool] = True
+    model: str
+    num_speculative_tokens: int = Field(default=4, ge=1)
+
+
+class LearnedConfig(DrafterConfig):
+    """What drafters with weights of their own share.
+
+    `model` is the folder (or hub id) of the drafter; its format is found from its files. `probe` runs the drafter on a
+    short text of the target and corrects a switch that its files state wrongly. With a `head_rank`, a low-rank head
+    picks `head_candidates` tokens, which alone are scored exactly; 0 scores every token.
+    """
+
+    samples: ClassVar[bool] = True
+    model: str
+    probe: bool = True
+    head_rank: int = Field(default=0, ge=0)
+    head_candidates: int = Field(default=64, ge=1)
+
+    @model_validator(mode="after")
+    def _ranked(self):
+        if "head_candidates" in self.model_fields_set and not self.head_rank:
+            raise ValueError("head_candidates are those of a low-rank head: set head_rank too")
+        return self
+
+
+class Eagle3Config(LearnedConfig):
+    """EAGLE-3: trees of `topk` children a node, or chains (`topk: 1`), at most `rows` verify rows with the root."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    num_speculative_tokens: int = Field(default=5, ge=1)
+    topk: int = Field(default=4, ge=1)
+    rows: int | None = Field(default=None, ge=2)
+
+
+class PEagleConfig(LearnedConfig):
+    """P-EAGLE: a chain from one pass; as many drafts as it was trained for unless fewer are asked for."""
+
+    kind: Literal["peagle"] = "peagle"
+    num_speculative_tokens: int | None = Field(default=None, ge=1)
+
+
+class MTPConfig(LearnedConfig):
+    """A multi-token-prediction module; without a `model` the one inside the target's own checkpoint."""
+
+    kind: Literal["mtp"] = "mtp"
+    model: str | None = None  # type: ignore[assignment]
+    num_speculative_tokens: int = Field(default=3, ge=1)
+    topk: int = Field(default=1, ge=1)
+    rows: int | None = Field(default=None, ge=2)
+
+
+class BlockConfig(LearnedConfig):
+    """What block drafters share: None drafts the trained block; `ddtree` makes a tree of at most `tree_budget` drafts."""
+
+    num_speculative_tokens: int | None = Field(default=None, ge=1)
+    tree: Literal["none", "ddtree"] = "none"
+    tree_budget: int | None = Field(default=None, ge=1)
+
+
+class DFlashConfig(BlockConfig):
+    """DFlash and DFlash 2."""
+
+    kind: Literal["dflash"] = "dflash"
+
+
+class DSparkConfig(BlockConfig):
+    """DSpark: its chain ends before the first draft whose confidence is below the threshold."""
+
+    kind: Literal["dspark"] = "dspark"
+    confidence_threshold: float = Field(default=0.0, ge=0.0, le=1.0)
+    calibration: Annotated[tuple[float, ...], Field(strict=False)] = ()
+
+
+class UBTreeConfig(BlockConfig):
+    """UBTree: a tree of `tree_width` nodes a level from `top_k` candidates; None takes what the drafter's file says."""
+
+    kind: Literal["ubtree"] = "ubtree"
+    tree: Literal["ubtree", "ddtree"] = "ubtree"  # type: ignore[assignment]
+    tree_width: int | None = Field(default=None, ge=1)
+    top_k: int | None = Field(default=None, ge=1)
+
+
+# A new drafter: its options above, and its name in this line.
+_Learned = Eagle3Config | PEagleConfig | MTPConfig | DFlashConfig | DSparkConfig | UBTreeConfig
+AnyDrafter = NoDrafter | NgramConfig | SuffixConfig | DraftModelConfig | _Learned
+
+DRAFTERS: dict[str, type[DrafterConfig]] = {c.model_fields["kind"].default: c for c in get_args(AnyDrafter)}
+DRAFTER_KINDS = tuple(DRAFTERS)

@@ -1,0 +1,141 @@
+"""Grafting a copied branch onto a model's draft: against plain Python, and in an engine."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import blocks, laws, toy, trees
+from support.scripted import ScriptedTree
+
+from specjax.draft import chain, tree
+from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.hybrid import Hybrid, graft
+from specjax.drafters.ngram import NGram
+from specjax.drafters.suffix import Suffix
+from specjax.sampling import SamplingParams
+
+
+def prefixes(draft, row=0):
+    """The live nodes of a draft as prefixes, in their order; parents must come first and depths fit."""
+    tokens, parents = np.asarray(draft.tokens)[row], np.asarray(draft.parents)[row]
+    assert parents[0] == -1
+    found = [()]
+    for node in range(1, int(draft.lengths[row])):
+        assert 0 <= parents[node] < node
+        found.append((*found[parents[node]], int(tokens[node])))
+        assert int(draft.depths[row, node]) == len(found[-1])
+    return found[1:]
+
+
+def merged(branch, nodes, rows):
+    """The branch first, then the other nodes in their order, as many as fit; a prefix stands once."""
+    both = [tuple(branch[: i + 1]) for i in range(len(branch))]
+    both += [prefix for prefix in nodes if prefix not in both]
+    return both[: rows - 1]
+
+
+def random_tree(rng, rows):
+    """Parents and tokens of a random tree in which siblings differ; few tokens, so that branches often overlap."""
+    parents, tokens = trees.random_parents(rng, rows), [9]
+    for node in range(1, rows):
+        taken = {tokens[other] for other in range(1, node) if parents[other] == parents[node]}
+        free = [token for token in range(rows) if token not in taken]
+        tokens.append(int(free[rng.integers(min(2, len(free)))]))
+    return parents, tokens
+
+
+@pytest.mark.parametrize("rows", [8, 14, 30])
+def test_graft(rows):
+    """Union by prefix, in a batch of random trees and branches of every live length; cut at the row budget."""
+    rng, batch, count, depth = np.random.default_rng(rows), 64, 12, 6
+    parents, tokens = (
+        np.array(x, np.int32) for x in zip(*(random_tree(rng, count) for _ in range(batch)), strict=True)
+    )
+    lengths = rng.integers(1, count + 1, batch).astype(np.int32)
+    branch = rng.integers(0, 2, (batch, depth + 1)).astype(np.int32)
+    live = rng.integers(1, depth + 2, batch).astype(np.int32)
+    for row in range(0, batch, 2):  # half of the branches follow a path of the tree for a while
+        path, node = [], int(rng.integers(count))
+        while node > 0:
+            path.insert(0, tokens[row, node])
+            node = parents[row, node]
+        branch[row, 1 : 1 + len(path)] = path[:depth]
+    branch[:, 0] = tokens[:, 0]
+    onto = tree(jnp.asarray(tokens), jnp.asarray(parents), jnp.asarray(lengths))
+    got = jax.jit(graft, static_argnums=2)(chain(jnp.asarray(branch), jnp.asarray(live)), onto, rows)
+    shared = 0
+    for row in range(batch):
+        nodes = prefixes(onto, row)
+        want = merged(list(branch[row, 1 : live[row]]), nodes, rows)
+        assert prefixes(got, row) == want
+        shared += len(nodes) + live[row] - 1 > len(want)
+        assert not np.asarray(got.tokens)[row, 1 + len(want) :].any()
+    assert shared > batch // 4
+
+
+def test_no_branch_leaves_the_model_draft():
+    parents = jnp.array([[-1, 0, 0, 1]])
+    onto = tree(jnp.array([[5, 1, 2, 3]]), parents, jnp.array([4]))
+    got = graft(chain(jnp.array([[5, 7, 7]]), jnp.array([1])), onto, 4)
+    np.testing.assert_array_equal(got.tokens, onto.tokens)
+    np.testing.assert_array_equal(got.parents, parents)
+
+
+def test_rows():
+    """A model tree keeps its rows; a chain and a branch both fit; `rows` overrides."""
+    lookup = NGram(num_speculative_tokens=6)
+    chained, _ = blocks.build(blocks.head_config())
+    treed, _ = blocks.build(blocks.head_config(), tree="ddtree")
+    shape = Hybrid(model=chained, lookup=lookup).shape
+    assert (shape.depth, shape.rows, shape.is_chain) == (6, 5 + 6, False)
+    assert Hybrid(model=treed, lookup=lookup).shape.rows == 32
+    assert Hybrid(model=treed, lookup=lookup, rows=20).shape.rows == 20
+    assert Hybrid(model=treed, lookup=lookup).taps == (0, 1)
+
+
+def test_refusals():
+    lookup = NGram(num_speculative_tokens=6)
+    chained, _ = blocks.build(blocks.head_config())
+    drawn, _ = blocks.build(blocks.head_config(), sampled=True)
+    for parts, message in (
+        ({"model": drawn, "lookup": lookup}, "dflash draws its drafts"),
+        ({"model": DraftModel(model=toy.tiny()[0], sampled=True), "lookup": lookup}, "draft_model draws"),
+        ({"model": chained, "lookup": ScriptedTree()}, "must draft chains"),
+        ({"model": lookup, "lookup": chained}, "must not read"),
+        ({"model": chained, "lookup": lookup, "rows": 6}, "at least 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Hybrid(**parts)
+
+
+def small(lookup, family="dflash", options=None):
+    model, params, target = laws.small(family, options=options)
+    drafter = Hybrid(model=model, lookup=lookup)
+    return drafter, {"model": params, "lookup": ()}, target
+
+
+@pytest.mark.parametrize(
+    ("lookup", "family"),
+    [(NGram(num_speculative_tokens=6), "dflash"), (Suffix(num_speculative_tokens=4, ring=64), "ubtree")],
+)
+def test_greedy_text_is_the_targets(lookup, family):
+    laws.check_greedy(*small(lookup, family))
+
+
+def test_drafts_after_a_partial_acceptance():
+    laws.check_state(*small(NGram(num_speculative_tokens=3, prompt_lookup_min=1)))
+
+
+def test_accepts_what_either_part_would():
+    """In a text that repeats itself the branch goes on where the model's drafts end; the first round shows both."""
+    model, params, target = laws.small("dflash")
+    after = np.roll(np.arange(laws.SMALL_VOCAB), -1)
+    target = blocks.feature_target(laws.SMALL_VOCAB)
+    target = target[0], target[1] | {"by_token": jnp.asarray(9.0 * np.eye(laws.SMALL_VOCAB)[after], jnp.float32)}
+    drafter = Hybrid(model=model, lookup=NGram(num_speculative_tokens=6))
+    engine = toy.engine(drafter, {"model": params, "lookup": ()}, target)
+    prompt = [0, 1, 2, 3, 4, 5, 6] * 2
+    result = engine.generate(prompt, SamplingParams(max_tokens=1 + 7 * 3))
+    assert result.token_ids == [i % 7 for i in range(22)]
+    assert result.spec.rounds == 3  # six copied drafts and one token of the target's own a round
+    assert result.spec.drafted > 3 * 6  # the model's drafts stood beside them
