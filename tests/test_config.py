@@ -51,7 +51,14 @@ def test_options_are_the_drafters_own(options, drafter):
     assert {name: field.default for name, field in options.model_fields.items()} == taken
 
 
-LEARNED = (config.Eagle3Config, config.PEagleConfig, config.MTPConfig, config.DFlashConfig, config.DSparkConfig, config.UBTreeConfig)
+LEARNED = (
+    config.Eagle3Config,
+    config.PEagleConfig,
+    config.MTPConfig,
+    config.DFlashConfig,
+    config.DSparkConfig,
+    config.UBTreeConfig,
+)
 
 
 @pytest.mark.parametrize("options", LEARNED, ids=lambda options: options.model_fields["kind"].default)

@@ -122,7 +122,9 @@ class MTPConfig(LearnedConfig):
 
 
 class BlockConfig(LearnedConfig):
-    """What block drafters share: None drafts the trained block; `ddtree` makes a tree of at most `tree_budget` drafts."""
+    """What block drafters share: None drafts the trained block; `ddtree` makes a tree of at most `tree_budget`
+    drafts.
+    """
 
     num_speculative_tokens: int | None = Field(default=None, ge=1)
     tree: Literal["none", "ddtree"] = "none"

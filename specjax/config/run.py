@@ -69,7 +69,7 @@ class RunConfig(Strict):
 
 
 def drafter(value: str | Mapping[str, Any]) -> DrafterConfig:
-    """A drafter's configuration from its kind, from the path of a draft model, or from its options.
+    """A drafter's configuration from its kind, from the path of a drafter, or from its options.
 
     Raises:
         ConfigError: an unknown kind, option or type, all listed.

@@ -15,7 +15,8 @@ import numpy as np
 from specjax.array_types import Array, Float
 from specjax.draft import Draft, DraftShape
 from specjax.drafters.base import Context
-from specjax.drafters.block import BlockDrafter, build_drafter, root
+from specjax.drafters.block import root
+from specjax.drafters.block_drafter import BlockDrafter, build_drafter
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.head import Scores
 from specjax.targets.decoder import Target

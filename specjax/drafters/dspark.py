@@ -16,7 +16,8 @@ import numpy as np
 from specjax.array_types import Array, Float, Int
 from specjax.draft import Draft, DraftShape
 from specjax.drafters.base import Context
-from specjax.drafters.block import BlockDrafter, build_drafter, root
+from specjax.drafters.block import root
+from specjax.drafters.block_drafter import BlockDrafter, build_drafter
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.head import Scores
 from specjax.targets.decoder import Target
@@ -71,25 +72,25 @@ class DSpark(BlockDrafter):
     def propose(self, params: Any, hidden: Float[Array, "b k d"], context: Context, shape: DraftShape) -> Draft:
         scores = self.head.scores(params["head"], hidden)
         batch, depth, _ = hidden.shape
-        # Columns that every position shares are closed over; columns of its own go along.
-        own = scores.ids is not None and scores.ids.ndim > 1
+        # Columns are the same for all positions, or (candidates) each position has its own.
+        per_position = scores.ids is not None and scores.ids.ndim > 1
+        shared, own = (None, scores.ids) if per_position else (scores.ids, None)
 
         def walk(carry, position):
             token, memory = carry
             index, h, logits, ids = position
-            ids = ids if own else scores.ids
             e = params["markov"]["w1"][token] if self.config.markov_rank else None
             if e is not None:
                 phi, memory = self._markov(params["markov"], e, h, memory)
-                logits = logits + self._bias(params["markov"]["w2"], phi, ids if own else None)
+                logits = logits + self._bias(params["markov"]["w2"], phi, ids)
             confidence = self._confidence(params, h, e) if self.confidence_threshold else jnp.zeros((batch,))
-            columns = Scores(logits=logits[:, None], ids=ids[:, None] if own else ids)
+            columns = Scores(logits=logits[:, None], ids=shared if ids is None else ids[:, None])
             chosen, q = self.choose(columns, context, index[None])
             return (chosen[:, 0], memory), (chosen[:, 0], None if q is None else q[:, 0], confidence)
 
         memory = jnp.zeros((batch, self.config.markov_rank), jnp.float32)
-        ids = scores.ids.swapaxes(0, 1) if own else None
-        each = (jnp.arange(depth), hidden.swapaxes(0, 1), scores.logits.swapaxes(0, 1), ids)
+        each = jax.tree.map(lambda x: x.swapaxes(0, 1), (hidden, scores.logits, own))
+        each = (jnp.arange(depth), *each)
         _, chosen = jax.lax.scan(walk, (root(context), memory), each)
         tokens, q, confidence = jax.tree.map(lambda x: x.swapaxes(0, 1), chosen)
         if not self.confidence_threshold:

@@ -69,14 +69,18 @@ def alternatives(config: HeadConfig, target_layers: int) -> list[list[tuple[str,
         slots = {True: "slots that predict the next token", False: "slots that predict their own token"}
         return [turned("shifted", slots), shifts]
     if config.family == "eagle3":
-        return [shifts, turned("norm_output", {True: "feeding back the normed output", False: "feeding back the raw output"})]
+        return [
+            shifts,
+            turned("norm_output", {True: "feeding back the normed output", False: "feeding back the raw output"}),
+        ]
     return [shifts]
 
 
 def probe(
     loaded: LoadedDrafter, target: Target, target_params: Any, dtype: Any, prompt: Sequence[int]
 ) -> tuple[LoadedDrafter, list[str]]:
-    """Compare a drafter's declared wiring with the likely mistakes, and keep the one whose drafts the target agrees with.
+    """Compare a drafter's declared wiring with the likely mistakes, and keep the one whose drafts the target
+    agrees with.
 
     Args:
         loaded: the drafter as its files declare it.
@@ -86,13 +90,15 @@ def probe(
         prompt: what the target writes its text from; at least one token.
 
     Returns:
-        The drafter, perhaps with other switches, and notes on what was found. Our own UBTree format leaves nothing open,
-        and is returned as it is.
+        The drafter, perhaps with other switches, and notes on what was found. Our own UBTree format leaves
+        nothing open, and is returned as it is.
     """
     if loaded.format == "ubtree":
         return loaded, []
     groups = alternatives(loaded.config, target.config.num_layers)
-    wanted = {t for options in groups for _, change in options for t in change.get("taps", ())} | set(loaded.config.taps)
+    wanted = {t for options in groups for _, change in options for t in change.get("taps", ())} | set(
+        loaded.config.taps
+    )
     text = written(target, target_params, prompt, tuple(sorted(wanted)), dtype)
 
     def agreement(config: HeadConfig) -> np.ndarray:
@@ -107,12 +113,13 @@ def probe(
         if tried:
             found, words, change = max(tried, key=lambda entry: entry[0].mean())
             notes.append(
-                f"probe: the file declares another wiring, but with {words} the target accepts {found.mean():.2f} drafts a "
-                f"round instead of {best.mean():.2f}; it is used"
+                f"probe: the file declares another wiring, but with {words} the target accepts "
+                f"{found.mean():.2f} drafts a round instead of {best.mean():.2f}; it is used"
             )
             config, best = dataclasses.replace(config, **change), found
     if not notes:
-        notes = [f"probe: the declared wiring holds, the target accepts {declared.mean():.2f} of {_depth(config)} drafts a round"]
+        agreed = f"{declared.mean():.2f} of {_depth(config)} drafts a round"
+        notes = [f"probe: the declared wiring holds, the target accepts {agreed}"]
     return dataclasses.replace(loaded, config=config), notes
 
 
@@ -154,7 +161,9 @@ def accepted(
 ) -> np.ndarray:
     """Drafts that agree with the text from its start on, for each position that has enough text behind it."""
     depth = _depth(config)
-    options = {"depth": depth, "branching": 1} if config.family in ("eagle3", "mtp") else {"num_speculative_tokens": depth}
+    options = (
+        {"depth": depth, "branching": 1} if config.family in ("eagle3", "mtp") else {"num_speculative_tokens": depth}
+    )
     drafter, params = learned.build(config, loaded.tensors, target, target_params, dtype, **options)
     roots = np.arange(max(text.start, 1), len(text.tokens) - depth)
     if drafter.wants_hidden:

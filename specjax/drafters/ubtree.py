@@ -17,7 +17,8 @@ from specjax.array_types import Array, Float, Int
 from specjax.draft import Draft, DraftShape
 from specjax.drafters import supertree
 from specjax.drafters.base import Context
-from specjax.drafters.block import BlockDrafter, build_drafter, root, without_ends
+from specjax.drafters.block import root
+from specjax.drafters.block_drafter import BlockDrafter, build_drafter, without_ends
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.dflash import check_candidates
 from specjax.targets.decoder import Target

@@ -26,8 +26,8 @@ _PROBED = "Explain in a few sentences why the sky is blue, then give the same ex
 def recognised(config: RunConfig) -> RunConfig:
     """The configuration with `draft_model` replaced by the learned drafter that its folder turns out to hold.
 
-    A checkpoint with an MTP module inside is taken for that module where it is the target's own; elsewhere it is a model
-    that can draft as any other.
+    A checkpoint with an MTP module inside is taken for that module where it is the target's own; elsewhere it
+    is a model that can draft as any other.
 
     Raises:
         ValueError: a drafter of a kind that is not supported.
@@ -44,7 +44,11 @@ def recognised(config: RunConfig) -> RunConfig:
         return config
     family = opened.config.get("speculators_model_type") if format.startswith("speculators") else None
     family = family or next(f for f in ("dflash", "dspark", "eagle3", "peagle", "mtp", "ubtree") if f in format)
-    given = {"num_speculative_tokens": chosen.num_speculative_tokens} if "num_speculative_tokens" in chosen.model_fields_set else {}
+    given = (
+        {"num_speculative_tokens": chosen.num_speculative_tokens}
+        if "num_speculative_tokens" in chosen.model_fields_set
+        else {}
+    )
     section = configs.drafter({"kind": _KINDS.get(family, family), "model": chosen.model, **given})
     fields = {name: getattr(config, name) for name in config.model_fields_set}
     return configs.make(fields | {"drafter": section})
@@ -104,7 +108,13 @@ def _learned(config: RunConfig, target, target_params, tokenizer, dtype, sampled
         for line in said:
             note(line)
     return learned.build(
-        with_head_rank(loaded, chosen).config, loaded.tensors, target, target_params, dtype, sampled=sampled, **_options(chosen)
+        with_head_rank(loaded, chosen).config,
+        loaded.tensors,
+        target,
+        target_params,
+        dtype,
+        sampled=sampled,
+        **_options(chosen),
     )
 
 
@@ -139,8 +149,12 @@ def _draft_model(name: str, target: decoder.Target, tokenizer: Any, dtype) -> di
     checkpoint = load_checkpoint(name)
     ours, theirs = target.config.vocab_size, checkpoint.config.vocab_size
     if ours != theirs:
-        raise configs.ConfigError(f"draft model {name!r} has {theirs} tokens, the target {ours}: they must share a vocabulary")
+        raise configs.ConfigError(
+            f"draft model {name!r} has {theirs} tokens, the target {ours}: they must share a vocabulary"
+        )
     if tokenizer is not None and tokenizer.fingerprint() != checkpoint.tokenizer.fingerprint():
-        raise configs.ConfigError(f"draft model {name!r} and the target have different tokenizers: their ids mean different tokens")
+        raise configs.ConfigError(
+            f"draft model {name!r} and the target have different tokenizers: their ids mean different tokens"
+        )
     model, params = decoder.from_tensors(checkpoint.config, checkpoint.tensors, dtype)
     return {"model": model, "params": hold(params, dtype)}

@@ -5,8 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -14,7 +12,7 @@ from specjax import config as configs
 from specjax.config import DrafterConfig, RunConfig
 from specjax.engine.compilation import use_cache
 from specjax.engine.drafter import make_drafter, recognised
-from specjax.engine.precision import held_dtype, hold, value_dtype
+from specjax.engine.precision import hold, value_dtype
 from specjax.targets import decoder
 from specjax.targets.config import DecoderConfig
 from specjax.weights.load import load_checkpoint
@@ -70,7 +68,7 @@ def _with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfi
 
 
 def _fit_context(config: RunConfig, model: DecoderConfig) -> tuple[RunConfig, DecoderConfig]:
-    """A context that the model's positions cover: the default shrinks to them, a larger one that was asked for is refused.
+    """A context that the model's positions cover: the default shrinks to them, a larger one asked for is refused.
 
     `dynamic` rope has no such end; it is stretched to the context.
     """
@@ -81,8 +79,8 @@ def _fit_context(config: RunConfig, model: DecoderConfig) -> tuple[RunConfig, De
         return config, dataclasses.replace(model, max_position_embeddings=config.context)
     if "context" in config.model_fields_set:
         raise configs.ConfigError(
-            f"context is {config.context}, but {config.target} was made for {most} positions: lower context, or give the "
-            "model a rope scaling in its config.json"
+            f"context is {config.context}, but {config.target} was made for {most} positions: lower context, or give "
+            "the model a rope scaling in its config.json"
         )
     return _with_overrides(config, {"context": most}), model
 
@@ -99,7 +97,12 @@ def _compiling(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
     if quiet:
         yield None
         return
-    columns = (TextColumn("compiling {task.fields[program]:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("compiling {task.fields[program]:<18}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("compile", total=None, program="")
 

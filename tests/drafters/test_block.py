@@ -24,6 +24,7 @@ VARIANTS = {
     "long convolutions": {"conv_kernel": 3, "conv_group": 4},
     "neighbouring pairs": {"rope_interleaved": True, "attention_bias": True},
     "neighbouring pairs, no norms": {"rope_interleaved": True, "qk_norm": False},
+    "partial rotation": {"rotary_dims": 4, "rope_interleaved": True},
     "norm offset": {"norm_offset": True},
     "linear rope": {"rope": RopeConfig(theta=100.0, kind="linear", factor=4.0)},
     "embedding scale": {"embedding_scale": 5.65},
@@ -44,7 +45,7 @@ def given(**settings):
 
 
 def block_rows(drafter, params, state, context, depth):
-    return np.asarray(jax.jit(drafter._hidden, static_argnums=3)(params, state, context, depth))
+    return np.asarray(jax.jit(drafter.hidden, static_argnums=3)(params, state, context, depth))
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,7 @@ def test_head_settings_reach_the_scores(taps):
         ({}, {"tree": "bushy"}, "none, ddtree"),
         ({}, {"tree": "ddtree", "sampled": True}, "deterministic"),
         ({}, {"tree": "ddtree", "tree_budget": 3}, "path of 4"),
+        ({}, {"tree_budget": 9}, "belongs to a tree"),
         ({}, {"temperature": 1.0}, "no option temperature"),
         ({"mask_token_id": None}, {}, "mask_token_id"),
         ({"mask_token_id": 64}, {}, "not in the vocabulary"),

@@ -188,21 +188,28 @@ def test_candidates_out_of_range(top_k):
 # ---------------------------------------------------------------- in an engine
 
 
-@pytest.mark.parametrize("family", ["dflash", "dflash2"])
-def test_greedy_text_is_the_targets(family):
+@pytest.mark.parametrize("family", ["dflash", pytest.param("dflash2", marks=pytest.mark.slow)])
+def test_in_an_engine(family):
     laws.check_greedy(*laws.small(family))
 
 
-@pytest.mark.parametrize("family", ["dflash", "dflash2"])
-def test_drafts_after_a_partial_acceptance(family):
-    laws.check_state(*laws.small(family))
-
-
-@pytest.mark.parametrize("family", ["dflash", "dflash2"])
-@pytest.mark.parametrize("rule", ["chain", "block"])
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [("dflash", "block"), ("dflash2", "chain"), pytest.param("dflash2", "block", marks=pytest.mark.slow)],
+)
 def test_sampled_law(family, rule):
     laws.check_sampled(*laws.tabled(family, sampled=True), rule)
 
 
-def test_bfloat16():
-    laws.check_greedy(*laws.small("dflash", dtype=jnp.bfloat16))
+@pytest.mark.parametrize("family", ["dflash", "dflash2"])
+def test_bfloat16(family):
+    """Weights, keys and values in bfloat16; scores and q in float32 all the same."""
+    config = blocks.head_config(family)
+    drafter, params = blocks.build(config, dtype=jnp.bfloat16, sampled=True)
+    draft = blocks.first_draft(drafter, params, given(temperature=1.0))
+    assert drafter.init_state(1, 8).k[0].dtype == jnp.bfloat16
+    assert draft.q.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(draft.q)[:, :4].sum(-1), 1, atol=1e-5)
+    full, *_ = drafted(config, context=given(temperature=1.0), sampled=True)
+    # The same law of the first draft up to the rounding of bfloat16.
+    assert np.abs(np.asarray(draft.q)[:, 0] - np.asarray(full.q)[:, 0]).sum(-1).max() < 0.5

@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import blocks, heads, laws, toy
-from support.heads import VOCAB, WIDTH, Reference, committed_rows, context, head_config, prefilled, random_tensors
+from support.heads import (
+    SMALL_VOCAB,
+    VOCAB,
+    WIDTH,
+    Reference,
+    committed_rows,
+    context,
+    head_config,
+    prefilled,
+    random_tensors,
+    small_target,
+)
 
 from specjax.draft import DraftShape
 from specjax.drafters import learned
@@ -348,23 +359,21 @@ def test_an_oracle_is_always_accepted():
 
 
 def small(dtype=jnp.float32, **options):
-    """A random head on a target of 7 tokens, few enough that drafts are right now and then."""
-    model, weights = toy.tiny(vocab_size=laws.SMALL_VOCAB)
-    weights = jax.tree.map(lambda x: x.astype(dtype), weights)
-    config = head_config("eagle3", taps=(0, 1), vocab_size=laws.SMALL_VOCAB, draft_vocab_size=laws.SMALL_VOCAB)
+    """A random head on the small target: `(drafter, params, target)`."""
+    model, weights = small_target(dtype)
+    config = head_config("eagle3", taps=(0, 1), vocab_size=SMALL_VOCAB, draft_vocab_size=SMALL_VOCAB)
     drafter, params = learned.build(config, random_tensors(config), model, weights, dtype, **options)
     return drafter, params, (model, weights)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_greedy_text_is_the_targets_own(dtype):
-    laws.check_greedy(*small(dtype, depth=4, branching=3, rows=10))
-
-
 @pytest.mark.parametrize("options", [{"depth": 4, "branching": 3, "rows": 10}, {"depth": 3, "branching": 1}])
-def test_drafts_do_not_remember_what_was_rejected(options):
-    """Trap 16."""
-    heads.check_state(*small(**options))
+def test_greedy_text_and_drafts(options):
+    """As a tree and as a chain."""
+    heads.check_greedy(*small(**options))
+
+
+def test_bfloat16():
+    heads.check_bfloat16(*small(jnp.bfloat16, depth=3, branching=2, rows=6))
 
 
 @pytest.mark.parametrize(

@@ -108,22 +108,19 @@ def test_refusals():
             Hybrid(**parts)
 
 
-def small(lookup, family="dflash", options=None):
-    model, params, target = laws.small(family, options=options)
-    drafter = Hybrid(model=model, lookup=lookup)
-    return drafter, {"model": params, "lookup": ()}, target
+NGRAM = NGram(num_speculative_tokens=3, prompt_lookup_min=1)
+SUFFIX = Suffix(num_speculative_tokens=4, ring=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("lookup", "family"),
-    [(NGram(num_speculative_tokens=6), "dflash"), (Suffix(num_speculative_tokens=4, ring=64), "ubtree")],
+    ("lookup", "family", "options"),
+    [(NGRAM, "dflash", {}), (SUFFIX, "ubtree", {"tree_budget": 7, "tree_width": 3})],
 )
-def test_greedy_text_is_the_targets(lookup, family):
-    laws.check_greedy(*small(lookup, family))
-
-
-def test_drafts_after_a_partial_acceptance():
-    laws.check_state(*small(NGram(num_speculative_tokens=3, prompt_lookup_min=1)))
+def test_in_an_engine(lookup, family, options):
+    model, params, target = laws.small(family, options=options)
+    memory = {"model": params, "lookup": ()}
+    laws.check_greedy(Hybrid(model=model, lookup=lookup), memory, target)
 
 
 def test_accepts_what_either_part_would():

@@ -6,8 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import heads, laws, toy
-from support.heads import VOCAB, WIDTH, Reference, committed_rows, context, head_config, prefilled, random_tensors
+from support import heads, toy
+from support.heads import (
+    SMALL_VOCAB,
+    VOCAB,
+    WIDTH,
+    Reference,
+    committed_rows,
+    context,
+    head_config,
+    prefilled,
+    random_tensors,
+    small_target,
+)
 
 from specjax.draft import DraftShape
 from specjax.drafters import learned
@@ -111,22 +122,14 @@ def test_another_width_than_the_targets_is_refused():
 
 
 def small(dtype=jnp.float32, **options):
-    """A random module on a target of 7 tokens."""
-    model, weights = toy.tiny(vocab_size=laws.SMALL_VOCAB)
-    weights = jax.tree.map(lambda x: x.astype(dtype), weights)
-    config = head_config("mtp", vocab_size=laws.SMALL_VOCAB, draft_vocab_size=laws.SMALL_VOCAB)
+    """A random module on the small target: `(drafter, params, target)`."""
+    model, weights = small_target(dtype)
+    config = head_config("mtp", vocab_size=SMALL_VOCAB, draft_vocab_size=SMALL_VOCAB)
     drafter, params = learned.build(config, random_tensors(config), model, weights, dtype, **options)
     return drafter, params, (model, weights)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(jnp.float32, {}), (jnp.bfloat16, {}), (jnp.float32, {"depth": 3, "branching": 2})]
-)
-def test_greedy_text_is_the_targets_own(dtype, options):
-    """As a chain, in bfloat16, and as a tree."""
-    laws.check_greedy(*small(dtype, **options))
-
-
-def test_drafts_do_not_remember_what_was_rejected():
-    """Trap 16: what the module's own output left in the cache is overwritten by true features."""
-    heads.check_state(*small())
+@pytest.mark.parametrize("options", [{}, {"depth": 3, "branching": 2}])
+def test_greedy_text_and_drafts(options):
+    """As a chain and as a tree; what the module's own output left behind is never read (trap 16)."""
+    heads.check_greedy(*small(**options))

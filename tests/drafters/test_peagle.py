@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import blocks, heads, laws, toy
-from support.heads import VOCAB, WIDTH, Reference, committed_rows, context, head_config, prefilled, random_tensors
+from support.heads import (
+    SMALL_VOCAB,
+    VOCAB,
+    WIDTH,
+    Reference,
+    committed_rows,
+    context,
+    head_config,
+    prefilled,
+    random_tensors,
+    small_target,
+)
 
 from specjax.draft import DraftShape
 from specjax.drafters import learned
@@ -96,22 +107,19 @@ def test_fewer_drafts_are_the_first_of_more():
 
 
 def small(dtype=jnp.float32, **options):
-    """A random head on a target of 7 tokens."""
-    model, weights = toy.tiny(vocab_size=laws.SMALL_VOCAB)
-    weights = jax.tree.map(lambda x: x.astype(dtype), weights)
-    vocab = laws.SMALL_VOCAB
-    config = peagle_config(taps=(0, 1), vocab_size=vocab, draft_vocab_size=vocab)
+    """A random module on the small target: `(drafter, params, target)`."""
+    model, weights = small_target(dtype)
+    config = peagle_config(taps=(0, 1), vocab_size=SMALL_VOCAB, draft_vocab_size=SMALL_VOCAB)
     drafter, params = learned.build(config, random_tensors(config), model, weights, dtype, **options)
     return drafter, params, (model, weights)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_greedy_text_is_the_targets_own(dtype):
-    laws.check_greedy(*small(dtype))
+def test_greedy_text_and_drafts():
+    heads.check_greedy(*small())
 
 
-def test_drafts_do_not_remember_what_was_rejected():
-    heads.check_state(*small())
+def test_bfloat16():
+    heads.check_bfloat16(*small(jnp.bfloat16))
 
 
 def test_sampled_drafts_follow_the_target():

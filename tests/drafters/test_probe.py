@@ -1,7 +1,8 @@
 """The probe finds a wiring that a checkpoint declares wrongly, and leaves one alone that it declares rightly.
 
-The target counts: after token x comes x + 1. Each drafter below predicts that perfectly, by construction, when it is wired
-as its weights mean it, and not at all (or only for two drafts) with one switch the other way.
+The target counts: after token x comes x + 1. Each drafter below predicts that perfectly, by construction,
+when it is wired as its weights mean it, and not at all (or only for two drafts) with one switch the other
+way.
 """
 
 import dataclasses
@@ -108,13 +109,13 @@ def feedback(**changes) -> LoadedDrafter:
     )
 
 
+SLOW = pytest.mark.slow
 CASES = [
-    (mtp, {"hidden_first": True}, "[embedding, hidden]"),
-    (dflash, {"shifted": False}, "slots that predict the next token"),
-    (taps, {"taps": (1,)}, "taps [2]"),
-    (feedback, {"norm_output": False}, "the normed output"),
+    pytest.param(mtp, {"hidden_first": True}, "[embedding, hidden]", id="concat order"),
+    pytest.param(dflash, {"shifted": False}, "slots that predict the next token", id="slots"),
+    pytest.param(taps, {"taps": (1,)}, "taps [2]", id="taps", marks=SLOW),
+    pytest.param(feedback, {"norm_output": False}, "the normed output", id="feedback", marks=SLOW),
 ]
-IDS = ["concat order", "slots", "taps", "feedback"]
 
 
 def run(drafter: LoadedDrafter):
@@ -122,14 +123,14 @@ def run(drafter: LoadedDrafter):
     return probe(drafter, target, params, jnp.float32, [3, 4])
 
 
-@pytest.mark.parametrize(("made", "wrong", "words"), CASES, ids=IDS)
+@pytest.mark.parametrize(("made", "wrong", "words"), CASES)
 def test_a_wrong_switch_is_found(made, wrong, words):
     found, notes = run(made(**wrong))
     assert found.config == made().config
     assert len(notes) == 1 and words in notes[0]
 
 
-@pytest.mark.parametrize(("made", "wrong", "words"), CASES, ids=IDS)
+@pytest.mark.parametrize(("made", "wrong", "words"), CASES)
 def test_a_right_declaration_is_kept(made, wrong, words):
     del wrong, words
     found, notes = run(made())

@@ -281,7 +281,12 @@ def test_default_rows():
 # ---------------------------------------------------------------- in an engine
 
 
-@pytest.mark.parametrize(("family", "options"), [("ubtree", {}), ("dflash", {"tree": "ddtree", "tree_budget": 10})])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("ubtree", {"tree_budget": 7, "tree_width": 3}),
+        pytest.param("dflash", {"tree": "ddtree", "tree_budget": 7}, marks=pytest.mark.slow),
+    ],
+)
 def test_in_an_engine(family, options):
     laws.check_greedy(*laws.small(family, options=options))
-    laws.check_state(*laws.small(family, options=options))

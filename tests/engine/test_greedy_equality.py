@@ -99,6 +99,7 @@ def bfloat16_engine(speculative: bool):
     return toy.engine(drafter, np.full((1, engines.POSITIONS), -1, np.int32), bfloat16_target())
 
 
+@pytest.mark.slow
 def test_bfloat16_differs_only_in_near_ties():
     """A difference is allowed where plain's own two best logits lie within one bfloat16 ulp of the larger."""
     target, params = bfloat16_target()
@@ -132,7 +133,7 @@ REPEATING = [5, 9, 17, 30, 5, 9, 17, 30, 5, 9, 17, 30, 5, 9]
 @pytest.mark.parametrize("drafter", [NGram(), Suffix()], ids=lambda d: d.kind)
 def test_drafters_that_copy(drafter):
     """More requests than rows; drafts come from the texts themselves."""
-    engine = toy.engine(drafter, batch=2)
+    engine = engines.narrow(toy.engine(drafter, batch=2))
     asked = [REPEATING, PROMPT + PROMPT + PROMPT[:4], REPEATING[1:], [1]]
     for prompt, result in zip(asked, engines.decode(engine, asked, NEW), strict=True):
         assert result.token_ids == engines.solo(prompt, NEW).token_ids
@@ -147,7 +148,7 @@ def test_drafters_that_copy(drafter):
 def test_draft_models():
     """The target as its own draft model is an oracle; another seed's weights guess, which costs rounds alone."""
     target, params = toy.tiny()
-    engine = toy.engine(DraftModel(target, 4), params, batch=2)
+    engine = engines.narrow(toy.engine(DraftModel(target, 4), params, batch=2))
     asked = [*prompts(), [1], REPEATING * 2]
     for prompt, result in zip(asked, engines.decode(engine, asked, NEW), strict=True):
         assert result.token_ids == engines.solo(prompt, NEW).token_ids

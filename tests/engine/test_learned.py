@@ -1,6 +1,5 @@
 """From a configuration and a drafter's folder to drafts: detection, options, notes, and the text of plain decoding."""
 
-import dataclasses
 import functools
 
 import pytest
@@ -10,8 +9,9 @@ from support.checkpoints import Sample
 from specjax import config as configs
 from specjax.config import ConfigError, RunConfig
 from specjax.engine.drafter import make_drafter, recognised
+from specjax.sampling import SamplingParams
 
-PROMPT = [5, 9, 2, 33, 7]
+PROMPT, GREEDY = [5, 9, 2, 33, 7], SamplingParams(max_tokens=24, temperature=0.0)
 
 
 @functools.cache
@@ -61,7 +61,9 @@ def test_a_model_with_a_module_inside_is_one_only_for_itself(tmp_path):
 
 
 def test_other_drafters_are_left_alone(tmp_path):
-    plain = Sample("", checkpoints.LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"x": checkpoints.array("x", 2)}, {})
+    plain = Sample(
+        "", checkpoints.LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"x": checkpoints.array("x", 2)}, {}
+    )
     for drafter in ("none", "ngram", str(plain.write(tmp_path / "plain")), "some/name"):
         config = configs.load(None, [f"drafter={drafter}"])
         assert recognised(config) is config
@@ -80,7 +82,13 @@ def test_options_reach_the_drafter(tmp_path):
     assert (drafter.shape.depth, drafter.shape.branching, drafter.shape.rows, drafter.sampled) == (3, 2, 6, True)
     assert drafter.head.candidates == 8 and params["head"]["down"].shape == (4, 32)
     assert notes == []
-    section = {"kind": "dspark", "model": str(block), "probe": False, "confidence_threshold": 0.5, "num_speculative_tokens": 2}
+    section = {
+        "kind": "dspark",
+        "model": str(block),
+        "probe": False,
+        "confidence_threshold": 0.5,
+        "num_speculative_tokens": 2,
+    }
     drafter, _, notes = make(section)
     assert (drafter.confidence_threshold, drafter.depth, drafter.sampled) == (0.5, 2, False)
     assert any("partial_rotary_factor" in note for note in notes)
@@ -89,15 +97,12 @@ def test_options_reach_the_drafter(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["eagle3-specforge", "dflash-zlab"])
 def test_text_is_that_of_plain_decoding(format, tmp_path):
-    from specjax.engine.engine import Engine
-
     folder = sample(format).write(tmp_path / "head")
     kind = format.split("-")[0]
     drafter, params, notes = make({"kind": kind, "model": str(folder)})
     assert sum(note.startswith("probe:") for note in notes) == 1
-    want = toy.engine(target=target()).generate(PROMPT, max_tokens=24, temperature=0)
-    engine: Engine = toy.engine(drafter, params, target=target())
-    got = engine.generate(PROMPT, max_tokens=24, temperature=0)
+    want = toy.engine(target=target()).generate(PROMPT, GREEDY)
+    got = toy.engine(drafter, params, target=target()).generate(PROMPT, GREEDY)
     assert got.token_ids == want.token_ids
 
 
@@ -107,4 +112,3 @@ def test_unreadable_drafter_is_refused_by_name(tmp_path):
     folder = s.write(tmp_path / "head")
     with pytest.raises(ValueError, match="missing: layers.0.mlp.up_proj.weight"):
         make({"kind": "eagle3", "model": str(folder)})
-    assert dataclasses.is_dataclass(s)

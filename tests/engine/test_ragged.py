@@ -58,8 +58,8 @@ def test_three_rows_and_a_padding_row_in_every_order(order):
     assert by_case[0].spec.accepted == 0
     assert by_case[0].spec.rounds == 23
     assert by_case[1].finish_reason == "stop"
-    assert len(by_case[1].token_ids) < 24
-    assert by_case[1].spec.accepted_at[:2] == [by_case[1].spec.rounds] * 2 or by_case[1].spec.rounds > 2
+    assert 8 <= len(by_case[1].token_ids) < 24
+    assert by_case[1].spec.rounds == -(-(len(by_case[1].token_ids) - 1) // 3)
     assert max(len(r.spec.accepted_at) for r in got) == 4
     assert by_case[2].spec.rounds == 5  # 23 tokens, 5 a round
 

@@ -27,12 +27,12 @@ from transformers import LlamaConfig, Qwen3Config
 sys.modules["speculators.train.data"] = types.ModuleType("speculators.train.data")
 sys.modules["speculators.train.data"].BatchType = dict
 
-import dflash.model as dflash
-import speculators
-from specforge.modeling.draft.dspark import DSparkDraftModel as ForgeDSpark
-from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3
-from speculators.models.peagle import core as peagle_core
-from speculators.proposals.greedy import GreedyTokenProposalConfig
+import dflash.model as dflash  # noqa: E402
+import speculators  # noqa: E402
+from specforge.modeling.draft.dspark import DSparkDraftModel as ForgeDSpark  # noqa: E402
+from specforge.modeling.draft.llama3_eagle import LlamaForCausalLMEagle3  # noqa: E402
+from speculators.models.peagle import core as peagle_core  # noqa: E402
+from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 
 HERE = Path(__file__).parent / "goldens" / "drafters"
 V, DRAFT_V, D, TARGET_LAYERS = 48, 12, 16, 8
@@ -131,7 +131,11 @@ def unroll(step, given: dict, reduced: bool) -> dict:
         features = torch.cat([given["features"], torch.randn(len(drafts), given["features"].shape[1])])
         logits = step(tokens[None], features[None], count)
         drafts.append(int(target_ids(logits[-1][ROWS - 1].argmax(), reduced)))
-    return {"logits": logits[0][:ROWS], "chain_logits": torch.stack([x[ROWS - 1] for x in logits]), "drafts": torch.tensor(drafts)}
+    return {
+        "logits": logits[0][:ROWS],
+        "chain_logits": torch.stack([x[ROWS - 1] for x in logits]),
+        "drafts": torch.tensor(drafts),
+    }
 
 
 # --- EAGLE-3 ---------------------------------------------------------------------------------------------------------
@@ -232,7 +236,15 @@ def speculators_mtp(name: str, kind: str) -> None:
     features = torch.cat([given["features"], torch.zeros(2, D)])[None]
     logits = model(tokens, features)[0][0][0].detach()
     drafts = logits[ROWS - 1 :].argmax(-1)
-    save(name, model, **given, logits=logits, chain_logits=logits[ROWS - 1 :], drafts=drafts, feedback=layer_out.outputs[0][0])
+    save(
+        name,
+        model,
+        **given,
+        logits=logits,
+        chain_logits=logits[ROWS - 1 :],
+        drafts=drafts,
+        feedback=layer_out.outputs[0][0],
+    )
 
 
 # --- block drafters --------------------------------------------------------------------------------------------------
@@ -283,7 +295,12 @@ def zlab_dflash(name: str, nested: dict | None = None, **changes) -> None:
 
 def zlab_dflash2(name: str) -> None:
     nested = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
-    sliding = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 6, "is_causal": False}
+    sliding = {
+        "layer_types": ["sliding_attention"] * 2,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "is_causal": False,
+    }
     model = fill(dflash.DFlash2DraftModel(block_config("DFlash2DraftModel", nested, **sliding)), name)
     given = inputs(name, 2 * D)
     hidden = block_pass(model, given)[1:]
@@ -303,7 +320,16 @@ def specforge_dspark(name: str, kind: str, **changes) -> None:
     )
     before = torch.cat([given["tokens"][-1:], drafts[0, :-1]])[None]
     confidence = model.predict_confidence(hidden[None], prev_token_ids=before)[0]
-    save(name, model, **given, hidden=hidden, logits=base[0], walk_logits=logits[0], drafts=drafts[0], confidence=confidence)
+    save(
+        name,
+        model,
+        **given,
+        hidden=hidden,
+        logits=base[0],
+        walk_logits=logits[0],
+        drafts=drafts[0],
+        confidence=confidence,
+    )
 
 
 def speculators_block(name: str, kind: str, markov: str = "vanilla", **changes) -> None:
@@ -350,12 +376,23 @@ def speculators_block(name: str, kind: str, markov: str = "vanilla", **changes) 
         before.append(int(target_ids(walk[k].argmax(), True)))
     previous = model.markov_head.prev_embeddings(torch.tensor(before[:-1]))
     confidence = model.confidence_head(torch.cat([hidden, previous], -1))
-    save(name, model, **given, hidden=hidden, logits=logits, walk_logits=walk, drafts=torch.tensor(before[1:]), confidence=confidence)
+    save(
+        name,
+        model,
+        **given,
+        hidden=hidden,
+        logits=logits,
+        walk_logits=walk,
+        drafts=torch.tensor(before[1:]),
+        confidence=confidence,
+    )
 
 
 CASES = {
     "eagle3-speculators-llama": lambda name: speculators_eagle3(name, "llama"),
-    "eagle3-speculators-qwen3": lambda name: speculators_eagle3(name, "qwen3", reduced=False, norm_before_residual=True),
+    "eagle3-speculators-qwen3": lambda name: speculators_eagle3(
+        name, "qwen3", reduced=False, norm_before_residual=True
+    ),
     "eagle3-speculators-fc-norm": lambda name: speculators_eagle3(name, "llama", fc_norm=True, norm_output=True),
     "eagle3-speculators-input-norm": lambda name: speculators_eagle3(name, "llama", norm_before_fc=True),
     "eagle3-specforge": specforge_eagle3,
@@ -389,7 +426,9 @@ def main() -> None:
         with torch.no_grad():
             CASES[name](name)
         print(name)
-    versions = {package: version(package) for package in ("torch", "transformers", "speculators", "specforge", "dflash")}
+    versions = {
+        package: version(package) for package in ("torch", "transformers", "speculators", "specforge", "dflash")
+    }
     versions["python"] = platform.python_version()
     (HERE / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 

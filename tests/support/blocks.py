@@ -142,14 +142,16 @@ def norm(config, weight, x):
 
 def rotated(config, x, positions):
     """`x[n, h, f]` rotated: pair i by `position * theta ** (-2i/f)`; neighbours or halves are the pairs."""
-    half = config.head_dim // 2
-    speed = config.rope.theta ** (-2 * np.arange(half) / config.head_dim) / (config.rope.factor or 1)
+    turning = config.rotary_dims or config.head_dim
+    x, rest = x[..., :turning], x[..., turning:]
+    half = turning // 2
+    speed = config.rope.theta ** (-2 * np.arange(half) / turning) / (config.rope.factor or 1)
     angle = np.outer(positions, speed)[:, None]
     low, high = (x[..., 0::2], x[..., 1::2]) if config.rope_interleaved else (x[..., :half], x[..., half:])
     turned = low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)
     if config.rope_interleaved:
-        return np.stack(turned, axis=-1).reshape(x.shape)
-    return np.concatenate(turned, axis=-1)
+        return np.concatenate([np.stack(turned, axis=-1).reshape(x.shape), rest], axis=-1)
+    return np.concatenate([*turned, rest], axis=-1)
 
 
 def silu(x):

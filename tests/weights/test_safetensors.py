@@ -55,6 +55,18 @@ def test_every_misfit_is_listed_with_both_shapes(hf_folder):
     }
 
 
+@pytest.mark.parametrize(
+    "name", ["mtp.fc.weight", "model.mtp_layers.0.input_proj.weight", "model.layers.2.eh_proj.weight"]
+)
+def test_an_mtp_module_beside_the_target_is_left_to_drafters(hf_folder, name):
+    _, tensors = hf_folder()
+    extra = {name: np.ones((64, 128), np.float32)}
+    if "layers.2" in name:  # the module is one layer more, whole
+        extra["model.layers.2.mlp.up_proj.weight"] = np.ones((96, 64), np.float32)
+    folder, _ = hf_folder(tensors=tensors | extra, name="with-module")
+    assert set(load_checkpoint(folder).tensors) == set(tensors)
+
+
 def test_a_harmless_buffer_is_let_through(hf_folder):
     _, tensors = hf_folder()
     buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}

@@ -1,8 +1,9 @@
-"""Block drafters: z-lab's DFlash and DFlash 2, DeepSpec's DSpark and DFlash, SpecForge's DSpark, LiquidAI's, and our UBTree.
+"""Block drafters: z-lab's DFlash and DFlash 2, DeepSpec's DSpark and DFlash, SpecForge's DSpark, LiquidAI's,
+and our UBTree.
 
-Tap ids are outputs of layers here, `t = v + 1`. z-lab's slots are in place (the anchor's row drafts nothing); those of
-DeepSpec, SpecForge and LiquidAI are shifted. DeepSpec's file is a copy of the target's configuration, so its rope scaling
-and partial rotation are noise; a YaRN that SpecForge declares is real.
+Tap ids are outputs of layers here, `t = v + 1`. z-lab's slots are in place (the anchor's row drafts nothing);
+those of DeepSpec, SpecForge and LiquidAI are shifted. DeepSpec's file is a copy of the target's
+configuration, so its rope scaling and partial rotation are noise; a YaRN that SpecForge declares is real.
 """
 
 from typing import Any
@@ -25,7 +26,9 @@ _ARCHITECTURE = {
 
 
 def canonical(name: str) -> str:
-    """The canonical name of a tensor: early SpecForge files put the heads under `logit_head.`, modules add `.weight`."""
+    """The canonical name of a tensor: early SpecForge files put the heads under `logit_head.`, modules add
+    `.weight`.
+    """
     name = name.removeprefix("logit_head.")
     if name.startswith("candidate_selector.") and name.endswith("_codebook.weight"):
         name = name.removesuffix(".weight")
@@ -61,7 +64,9 @@ def read(folder: Folder, target: DecoderConfig, format: str) -> Reading:
     default = None if deepspec else default_ids(target.num_layers, values["num_layers"])
     keys.skip("projector_type", "attention_mode", "tree_config")
     if (runtime := keys.get("runtime_block_size")) is not None:
-        notes.append(f"runtime_block_size {runtime} is a serving default: set num_speculative_tokens to draft fewer tokens")
+        notes.append(
+            f"runtime_block_size {runtime} is a serving default: set num_speculative_tokens to draft fewer tokens"
+        )
     vocab = keys.size("vocab_size")
     causal = keys.get("is_causal")
     symmetric = keys.flag("sliding_window_non_causal", False)
@@ -86,7 +91,9 @@ def read(folder: Folder, target: DecoderConfig, format: str) -> Reading:
     if format == "dflash2-zlab":
         values |= {"conv_kernel": keys.size("conv_kernel_size", 2), "conv_group": keys.size("conv_group_size", 16)}
         if keys.size("selector_vocab_size", vocab) != vocab:
-            keys.problems.append(f"selector_vocab_size {keys.get('selector_vocab_size')} beside a vocabulary of {vocab}")
+            keys.problems.append(
+                f"selector_vocab_size {keys.get('selector_vocab_size')} beside a vocabulary of {vocab}"
+            )
     if format in ("dflash2-zlab", "ubtree"):
         values |= {"selector_rank": keys.size("selector_rank", 256), "selector_top_k": keys.size("selector_top_k", 16)}
     if format == "ubtree":
@@ -148,15 +155,15 @@ def write(config: HeadConfig, target: DecoderConfig, format: str) -> tuple[dict[
     ):
         if getattr(config, name) != default:
             inner[key] = getattr(config, name)
-    out = {
+    out: dict[str, Any] = {
         "architectures": [_ARCHITECTURE[format]],
         "model_type": "lfm2" if format == "dspark-liquid" else "qwen3",
         "num_target_layers": target.num_layers,
         "block_size": config.block_size,
     }
-    if any(config.block_causal) != any(config.windows) or (any(config.windows) and not all(config.windows)):
-        if len(set(config.block_causal)) == 1:
-            out["is_causal"] = config.block_causal[0]
+    sliding = tuple(window is not None for window in config.windows)
+    if config.block_causal != sliding and len(set(config.block_causal)) == 1:  # not what sliding layers imply
+        out["is_causal"] = config.block_causal[0]
     if format == "dspark-liquid":
         out["rope_is_neox_style"] = not config.rope_interleaved
     if format == "ubtree":

@@ -21,7 +21,9 @@ def description_problems(c: HeadConfig, target: DecoderConfig) -> list[str]:
         found.append(f"it was made for a target of width {c.target_hidden_size}, this one has {target.hidden_size}")
     for owned, what in ((c.own_embedding, "embedding"), (c.own_head, "head")):
         if not owned and c.hidden_size != target.hidden_size:
-            found.append(f"it shares the target's {what}, but is {c.hidden_size} wide and the target {target.hidden_size}")
+            found.append(
+                f"it shares the target's {what}, but is {c.hidden_size} wide and the target {target.hidden_size}"
+            )
     if c.draft_vocab_size > c.vocab_size:
         found.append(f"draft_vocab_size {c.draft_vocab_size} exceeds the vocabulary of {c.vocab_size}")
     if c.draft_vocab_size != c.vocab_size and not c.own_head:
@@ -56,9 +58,7 @@ def description_problems(c: HeadConfig, target: DecoderConfig) -> list[str]:
     return found
 
 
-def tensor_problems(
-    c: HeadConfig, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
-) -> list[str]:
+def tensor_problems(c: HeadConfig, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Missing, unknown, doubled and misshapen tensors, with both shapes.
 
     Args:
@@ -75,7 +75,9 @@ def tensor_problems(
             if ours != "t2d" and not ours.endswith(_BUFFERS):
                 found.append(f"unknown: {name} {list(shapes[name])}")
         elif _squeezed(shapes[name]) != _squeezed(expected[ours]):
-            found.append(f"misshapen: {name} is {list(shapes[name])}, the configuration asks for {list(expected[ours])}")
+            found.append(
+                f"misshapen: {name} is {list(shapes[name])}, the configuration asks for {list(expected[ours])}"
+            )
     for ours, shape in expected.items():
         if ours not in seen and not (ours.startswith("candidate_head.") or ours == "lm_head.weight"):
             note = ""

@@ -1,7 +1,7 @@
 """Which packaging a folder holds, from its files alone.
 
-The order: speculators' keys, exact architecture names, `dflash_config.projector_type`, tensor names, and last an MTP module
-inside a target's checkpoint. What is known and not supported is refused by its name.
+The order: speculators' keys, exact architecture names, `dflash_config.projector_type`, tensor names, and last
+an MTP module inside a target's checkpoint. What is known and not supported is refused by its name.
 """
 
 from specjax.drafters.formats import mtp
@@ -98,7 +98,11 @@ def _sniff(folder: Folder, refuse) -> str | None:
         return "dspark-specforge" if "dflash_config" in folder.config else "dspark-deepspec"
     if "fc.weight" in names and "hidden_norm.weight" in names:
         return "dflash-zlab"
-    if "fc.weight" in names and shapes["fc.weight"][1:] == (2 * shapes["fc.weight"][0],) and "embed_tokens.weight" in names:
+    if (
+        "fc.weight" in names
+        and shapes["fc.weight"][1:] == (2 * shapes["fc.weight"][0],)
+        and "embed_tokens.weight" in names
+    ):
         raise refuse("an EAGLE-1 head (its fc reads one hidden state)")
     if not folder.shapes and folder.pickles and "draft_vocab_size" in folder.config:
         return "eagle3-safeailab"  # so that the reader can say what to do about the pickle

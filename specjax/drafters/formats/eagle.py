@@ -1,7 +1,9 @@
-"""EAGLE-3 heads as SafeAILab, SpecForge (also SGLang and NVIDIA), NeMo and DeepSpec publish them, and SpecForge's P-EAGLE.
+"""EAGLE-3 heads as SafeAILab, SpecForge (also SGLang and NVIDIA), NeMo and DeepSpec publish them, and
+SpecForge's P-EAGLE.
 
-They differ in how they name the layer (`midlayer.` or `layers.0.`, with or without `model.` before it) and in what a tap
-id means: SafeAILab builds the taps in, the others write the *output* of layer `v`, which is `t = v + 1`.
+They differ in how they name the layer (`midlayer.` or `layers.0.`, with or without `model.` before it) and in
+what a tap id means: SafeAILab builds the taps in, the others write the *output* of layer `v`, which is `t = v
++ 1`.
 """
 
 from typing import Any
@@ -48,7 +50,9 @@ def read(folder: Folder, target: DecoderConfig, format: str) -> Reading:
         else:
             notes.append(f"no tap ids in config.json: the default taps {list(taps)} are used")
     if not keys.flag("use_aux_hidden_state", True):
-        keys.problems.append("use_aux_hidden_state is false: a head on the last hidden state alone (EAGLE-1) is not supported")
+        keys.problems.append(
+            "use_aux_hidden_state is false: a head on the last hidden state alone (EAGLE-1) is not supported"
+        )
     if (count := keys.get("num_aux_hidden_states")) not in (None, len(taps)):
         keys.problems.append(f"num_aux_hidden_states is {count}, but there are {len(taps)} taps")
     vocab = keys.size("vocab_size")
@@ -83,7 +87,7 @@ def write(config: HeadConfig, target: DecoderConfig, format: str) -> tuple[dict[
     if format == "eagle3-safeailab":
         raise ValueError("format 'eagle3-safeailab' cannot say which taps a head reads; write 'eagle3-specforge'")
     ids = [t - 1 for t in config.taps]
-    out = {
+    out: dict[str, Any] = {
         "architectures": [_ARCHITECTURE[format]],
         "model_type": "qwen3" if config.qk_norm else "llama",
         "draft_vocab_size": config.draft_vocab_size,

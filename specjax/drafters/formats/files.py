@@ -1,7 +1,7 @@
 """What lies in a drafter's folder: its configuration, and its tensors by name and shape.
 
-Nothing in it is executed: pickles (`*.bin`, `*.pt`) are never opened, and the Python files that `auto_map` points at are
-never imported.
+Nothing in it is executed: pickles (`*.bin`, `*.pt`) are never opened, and the Python files that `auto_map`
+points at are never imported.
 """
 
 import dataclasses
@@ -107,8 +107,8 @@ def pickle_advice(pickles: Collection[str]) -> str:
     """Why pickled weights are refused, and what to do."""
     name = sorted(pickles)[0]
     return (
-        f"its weights are pickled ({name}), and opening a pickle runs code from it; where you trust the file, convert it: "
-        f'`safetensors.torch.save_file(torch.load("{name}", weights_only=True), "{SINGLE}")`'
+        f"its weights are pickled ({name}), and opening a pickle runs code from it; where you trust the file, "
+        f'convert it: `safetensors.torch.save_file(torch.load("{name}", weights_only=True), "{SINGLE}")`'
     )
 
 

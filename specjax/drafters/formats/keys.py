@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from specjax.targets.rope import RopeConfig
+from specjax.targets.rope import KINDS, RopeConfig
 
 # Keys that describe the file, training or generation, and change nothing in a forward pass.
 _HARMLESS = re.compile(
@@ -178,6 +178,9 @@ def rope(keys: Keys, *, ignore: Collection[str] = (), partial: bool = False) -> 
             factor = inner.pop("partial_rotary_factor", None) or factor
             given[name] = inner
     if "scaling" in ignore:
+        # Noise of a known kind is ignored; of a rotation that nobody knows, nothing can be said.
+        kind = RopeConfig.from_hf(given)[0].kind
+        keys.problems += RopeConfig(kind=kind).problems() if kind not in KINDS else []
         theta = (given["rope_parameters"] or {}).get("rope_theta") or given["rope_theta"]
         given = {"rope_theta": theta, "max_position_embeddings": given["max_position_embeddings"]}
     config, problems = RopeConfig.from_hf(given)

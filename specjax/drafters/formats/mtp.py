@@ -1,8 +1,9 @@
 """MTP modules that lie inside the target's own checkpoint, whose `config.json` describes them.
 
-DeepSeek and GLM append the module as one layer more (`model.layers.{L}.`), Qwen3-Next and its successors and MiMo give it
-a prefix of its own. One module with full attention and a dense MLP is supported; latent attention and experts are refused
-by name. Reading is not strict here about the configuration's other keys: they are the target's, and its reader's business.
+DeepSeek and GLM append the module as one layer more (`model.layers.{L}.`), Qwen3-Next and its successors and
+MiMo give it a prefix of its own. One module with full attention and a dense MLP is supported; latent
+attention and experts are refused by name. Reading is not strict here about the configuration's other keys:
+they are the target's, and its reader's business.
 """
 
 import re

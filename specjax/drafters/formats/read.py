@@ -54,12 +54,15 @@ def load_drafter(path: str | Path, target: DecoderConfig) -> LoadedDrafter:
         target: the configuration of the model that it drafts for.
 
     Raises:
-        DrafterError: what cannot be honoured, all of it: keys, tensors with both shapes, widths. Nothing is loaded then.
+        DrafterError: what cannot be honoured, all of it: keys, tensors with both shapes, widths. Nothing is
+        loaded then.
     """
     folder = open_folder(path)
     format = detect(folder)
     if format is None:
-        raise DrafterError(str(path), ["it is a plain model, not a learned drafter; as a drafter it is kind 'draft_model'"])
+        raise DrafterError(
+            str(path), ["it is a plain model, not a learned drafter; as a drafter it is kind 'draft_model'"]
+        )
     if not folder.shapes:
         advice = pickle_advice(folder.pickles) if folder.pickles else "it has no safetensors file"
         raise DrafterError(str(path), [advice])

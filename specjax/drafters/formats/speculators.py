@@ -1,7 +1,7 @@
 """Checkpoints of the `speculators` library: eagle3, peagle, mtp, dflash, dflash2 and dspark.
 
-The layer's own configuration is nested in `transformer_layer_config`, tap ids count the layers already executed (that is
-`t` itself), and the embedding and the head are the verifier's unless the file has them.
+The layer's own configuration is nested in `transformer_layer_config`, tap ids count the layers already
+executed (that is `t` itself), and the embedding and the head are the verifier's unless the file has them.
 """
 
 from typing import Any
@@ -79,7 +79,9 @@ def read(folder: Folder, target: DecoderConfig, format: str) -> Reading:
     return Reading(values, names, notes, keys.problems + keys.unknown(), keys.broken)
 
 
-_LINEAR = tuple(f"linear_{x}" for x in ("conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads", "value_head_dim"))
+_LINEAR = tuple(
+    f"linear_{x}" for x in ("conv_kernel_dim", "key_head_dim", "num_key_heads", "num_value_heads", "value_head_dim")
+)
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -98,7 +100,7 @@ def _mtp(folder: Folder, keys: Keys, values: dict[str, Any], names: dict[str, st
 
 def _eagle(keys: Keys, about: Any, family: str, target: DecoderConfig) -> dict[str, Any]:
     default = (2, target.num_layers // 2, target.num_layers - 3)
-    values = {"taps": keys.ids("eagle_aux_hidden_state_layer_ids", default)}
+    values: dict[str, Any] = {"taps": keys.ids("eagle_aux_hidden_state_layer_ids", default)}
     for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
         values[flag] = keys.flag(flag, False)
     if family == "peagle":
@@ -113,13 +115,17 @@ def _block(
     ids = keys.ids("aux_hidden_state_layer_ids")
     taps = tuple(t for t in ids if t != target.num_layers)
     if taps != ids:
-        notes.append(f"tap {target.num_layers} is the target's last hidden state, which only training reads; it is left out")
+        notes.append(
+            f"tap {target.num_layers} is the target's last hidden state, which only training reads; it is left out"
+        )
     block, tokens = keys.size("block_size", 8, least=2), _tokens(about)
     declared = keys.flag("sample_from_anchor", family == "dspark")
     stated = "sample_from_anchor" in keys.sections[""]
     shifted = declared if stated or tokens is None or block - tokens not in (0, 1) else block == tokens
     if not stated:
-        notes.append(f"sample_from_anchor is absent: a block of {block} rows makes {block if shifted else block - 1} drafts")
+        notes.append(
+            f"sample_from_anchor is absent: a block of {block} rows makes {block if shifted else block - 1} drafts"
+        )
     symmetric = keys.flag("sliding_window_non_causal", family == "dflash2")
     out: dict[str, Any] = {
         "taps": taps,
@@ -180,7 +186,10 @@ def write(config: HeadConfig, target: DecoderConfig, format: str) -> tuple[dict[
         out |= {
             "eagle_aux_hidden_state_layer_ids": list(config.taps),
             "target_hidden_size": config.target_hidden_size,
-            **{flag: getattr(config, flag) for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
+            **{
+                flag: getattr(config, flag)
+                for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+            },
         }
     if family == "peagle":
         out["mask_token_id"] = config.mask_token_id

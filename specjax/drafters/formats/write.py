@@ -144,10 +144,14 @@ def _check_tensors(config: HeadConfig, tensors: Mapping[str, np.ndarray]) -> Non
         elif array.shape != expected[name]:
             faults.append(f"misshapen: {name} is {list(array.shape)}, the drafter has {list(expected[name])}")
     if faults:
-        raise ValueError(f"these are not the tensors of this {config.family} drafter:" + "".join(f"\n  - {f}" for f in faults))
+        raise ValueError(
+            f"these are not the tensors of this {config.family} drafter:" + "".join(f"\n  - {f}" for f in faults)
+        )
 
 
-def _check_words(out, described, names: Mapping[str, str], config: HeadConfig, target: DecoderConfig, format: str) -> None:
+def _check_words(
+    out, described, names: Mapping[str, str], config: HeadConfig, target: DecoderConfig, format: str
+) -> None:
     """What is about to be written must be read back as the same drafter."""
     shapes = {names[ours]: shape for ours, shape in expected_tensors(config).items()}
     dtypes = dict.fromkeys(shapes, "F32")
@@ -157,7 +161,11 @@ def _check_words(out, described, names: Mapping[str, str], config: HeadConfig, t
         raise ValueError(f"format {format!r} cannot hold this {config.family} drafter: it would be read as {found!r}")
     read, _, problems, _ = interpret(plan, target, format)
     fields = [field.name for field in dataclasses.fields(config)]
-    lost = [f"{name} {getattr(config, name)!r}" for name in fields if getattr(config, name) != getattr(read, name, None)]
+    lost = [
+        f"{name} {getattr(config, name)!r}" for name in fields if getattr(config, name) != getattr(read, name, None)
+    ]
     if problems or lost:
         reasons = [f"it has no words for {', '.join(lost)}"] if lost else problems
-        raise ValueError(f"format {format!r} cannot hold this drafter:" + "".join(f"\n  - {reason}" for reason in reasons))
+        raise ValueError(
+            f"format {format!r} cannot hold this drafter:" + "".join(f"\n  - {reason}" for reason in reasons)
+        )

@@ -61,12 +61,22 @@ def test_values_come_through(s, tmp_path):
     """Each canonical tensor has the values of the published one, found by its own name or by an explicit list."""
     tensors = load_drafter(s.write(tmp_path / "head"), TARGET).tensors
     renamed = {
-        "mtp-deepseek": {"fuse": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"},
+        "mtp-deepseek": {
+            "fuse": "eh_proj",
+            "embedding_norm": "enorm",
+            "hidden_norm": "hnorm",
+            "norm": "shared_head.norm",
+        },
         "mtp-mimo": {"fuse": "input_proj", "embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm"}
         | {"norm": "final_layernorm"},
     }
     renamed["speculators-mtp"] = renamed["mtp-mimo"]
-    qwen = {"fuse": "fc", "embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
+    qwen = {
+        "fuse": "fc",
+        "embedding_norm": "pre_fc_norm_embedding",
+        "hidden_norm": "pre_fc_norm_hidden",
+        "norm": "norm",
+    }
     for name, values in tensors.items():
         stem = name.removesuffix(".weight")
         if name.startswith("layers.0."):
@@ -183,7 +193,11 @@ def test_rope_scaling_is_read(kind, tmp_path):
 )
 def test_sliding_layers_are_causal_unless_told_otherwise(keys, causal, windows, tmp_path):
     s = sample("dflash-zlab")
-    s.config |= {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16, "use_sliding_window": True}
+    s.config |= {
+        "layer_types": ["full_attention", "sliding_attention"],
+        "sliding_window": 16,
+        "use_sliding_window": True,
+    }
     config = load_drafter(Sample(s.format, s.config | keys, s.tensors, {}).write(tmp_path / "head"), TARGET).config
     assert (config.block_causal, config.windows) == (causal, windows)
 
@@ -203,7 +217,8 @@ def test_codebooks_with_a_module_name(tmp_path):
         s.tensors[f"candidate_selector.{name}.weight"] = s.tensors.pop(f"candidate_selector.{name}")
     loaded = load_drafter(s.write(tmp_path / "head"), TARGET)
     np.testing.assert_array_equal(
-        loaded.tensors["candidate_selector.successor_codebook"], s.tensors["candidate_selector.successor_codebook.weight"]
+        loaded.tensors["candidate_selector.successor_codebook"],
+        s.tensors["candidate_selector.successor_codebook.weight"],
     )
 
 
@@ -212,9 +227,13 @@ def test_modules_exported_beside_the_target(tmp_path):
     import safetensors.numpy
 
     s = sample("mtp-qwen")
-    folder = Sample(s.format, s.config, {n: x for n, x in s.tensors.items() if not n.startswith("mtp.")}, {}).write(tmp_path / "t")
+    folder = Sample(s.format, s.config, {n: x for n, x in s.tensors.items() if not n.startswith("mtp.")}, {}).write(
+        tmp_path / "t"
+    )
     assert not is_drafter(folder)
-    safetensors.numpy.save_file({n: x for n, x in s.tensors.items() if n.startswith("mtp.")}, folder / "mtp.safetensors")
+    safetensors.numpy.save_file(
+        {n: x for n, x in s.tensors.items() if n.startswith("mtp.")}, folder / "mtp.safetensors"
+    )
     assert load_drafter(folder, TARGET).format == "mtp-qwen"
 
 
@@ -232,13 +251,20 @@ def test_modules_exported_beside_the_target(tmp_path):
         ({}, ["mtp.fc.weight"], "mtp-qwen"),
         ({}, ["model.mtp_layers.0.input_proj.weight"], "mtp-mimo"),
         ({}, ["model.layers.8.eh_proj.weight"], "mtp-deepseek"),
-        ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}}, [], "dspark-specforge"),
+        (
+            {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}},
+            [],
+            "dspark-specforge",
+        ),
         ({"speculators_config": {"algorithm": "eagle3"}}, [], "speculators-eagle3"),
         ({"architectures": ["LlamaForCausalLM"]}, ["model.embed_tokens.weight"], None),
     ],
 )
 def test_detection_by_what_is_there(config, tensors, format, tmp_path):
-    assert detect(open_folder(Sample("", config, {n: array(n, 4, 4) for n in tensors}, {}).write(tmp_path / "x"))) == format
+    assert (
+        detect(open_folder(Sample("", config, {n: array(n, 4, 4) for n in tensors}, {}).write(tmp_path / "x")))
+        == format
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +299,9 @@ def test_pickles_are_refused_with_advice(tmp_path):
 
 
 def test_plain_model_is_no_drafter(tmp_path):
-    folder = Sample("", checkpoints.LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"x": array("x", 2)}, {}).write(tmp_path)
+    folder = Sample("", checkpoints.LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"x": array("x", 2)}, {}).write(
+        tmp_path
+    )
     assert not is_drafter(folder)
     with pytest.raises(DrafterError, match="draft_model"):
         load_drafter(folder, TARGET)
@@ -297,4 +325,4 @@ def test_config_that_is_no_json(tmp_path):
 
 
 def test_draft_vocabulary_constants():
-    assert L == TARGET.num_layers and DRAFT_V == checkpoints.T2D.sum()
+    assert TARGET.num_layers == L and checkpoints.T2D.sum() == DRAFT_V

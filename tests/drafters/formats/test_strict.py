@@ -67,12 +67,9 @@ def several(s: Sample):
     return [line for damage in (missing, extra, misshapen) for line in damage(s)]
 
 
-# The rope of DeepSpec's files is the target's and not read; that case is left out for them.
 @pytest.mark.parametrize("damage", [renamed, missing, extra, misshapen, unknown_rope, without_size, several])
 @pytest.mark.parametrize("s", SAMPLES, ids=IDS)
 def test_damaged(s, damage, tmp_path):
-    if damage is unknown_rope and "deepspec" in s.format:
-        pytest.skip("DeepSpec's rope scaling is inherited noise")
     s = s.copy()
     expected = damage(s)
     message = refused(s, tmp_path / "head")

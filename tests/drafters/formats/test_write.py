@@ -30,7 +30,12 @@ def same(a, b):
 @pytest.mark.parametrize("s", SAMPLES, ids=IDS)
 def test_round_trip(s, tmp_path):
     read = load_drafter(s.write(tmp_path / "in"), TARGET)
-    unwritable = {"eagle3-safeailab": "eagle3-specforge", "mtp-deepseek": None, "mtp-mimo": None, "mtp-qwen": "speculators-mtp"}
+    unwritable = {
+        "eagle3-safeailab": "eagle3-specforge",
+        "mtp-deepseek": None,
+        "mtp-mimo": None,
+        "mtp-qwen": "speculators-mtp",
+    }
     format = unwritable.get(s.format, s.format)
     if format is None:
         with pytest.raises(ValueError, match="cannot hold this drafter"):
