@@ -70,7 +70,11 @@ def written_out(dtype, rows):
         }
         for _ in range(LAYERS)
     ]
-    params = {"layers": layers, "embed": 0.02 * jax.random.normal(key, (VOCAB, WIDTH), dtype), "head": weight(WIDTH, VOCAB)}
+    params = {
+        "layers": layers,
+        "embed": 0.02 * jax.random.normal(key, (VOCAB, WIDTH), dtype),
+        "head": weight(WIDTH, VOCAB),
+    }
     freqs = 1.0 / 100000.0 ** (np.arange(0, DIM, 2) / DIM)
 
     def norm(x, w):
@@ -89,7 +93,9 @@ def written_out(dtype, rows):
         seen = jnp.arange(SLOTS) <= (at + jnp.arange(rows))[:, None]
         out = []
         for layer, (k_cache, v_cache) in zip(params["layers"], cache, strict=True):
-            q, k, v = jnp.split((norm(x, layer["n1"]) @ layer["qkv"]).reshape(rows, -1, DIM), (HEADS, HEADS + GROUPS), 1)
+            q, k, v = jnp.split(
+                (norm(x, layer["n1"]) @ layer["qkv"]).reshape(rows, -1, DIM), (HEADS, HEADS + GROUPS), 1
+            )
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             k_cache = jax.lax.dynamic_update_slice(k_cache, k.swapaxes(0, 1), (0, at, 0))
             v_cache = jax.lax.dynamic_update_slice(v_cache, v.swapaxes(0, 1), (0, at, 0))
@@ -102,7 +108,9 @@ def written_out(dtype, rows):
             x = x + (jax.nn.silu(gate) * up) @ layer["down"]
         return jnp.argmax(x @ params["head"], -1), tuple(out)
 
-    empty = tuple((jnp.zeros((GROUPS, SLOTS, DIM), dtype), jnp.zeros((GROUPS, SLOTS, DIM), dtype)) for _ in range(LAYERS))
+    empty = tuple(
+        (jnp.zeros((GROUPS, SLOTS, DIM), dtype), jnp.zeros((GROUPS, SLOTS, DIM), dtype)) for _ in range(LAYERS)
+    )
     return lambda cache, tokens, at: step(params, cache, tokens, np.int32(at)), empty
 
 
@@ -127,9 +135,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
     dtype = jnp.dtype(options.dtype)
-    weights = dtype.itemsize * (
-        LAYERS * (WIDTH * DIM * (2 * HEADS + 2 * GROUPS) + 3 * WIDTH * INNER) + VOCAB * WIDTH
-    )
+    weights = dtype.itemsize * (LAYERS * (WIDTH * DIM * (2 * HEADS + 2 * GROUPS) + 3 * WIDTH * INNER) + VOCAB * WIDTH)
     speed = bandwidth()
     print(f"{weights / 1e6:.0f} MB of weights, {speed / 1e9:.1f} GB/s: floor {1e3 * weights / speed:.1f} ms")
     for rows in map(int, options.rows.split(",")):

@@ -1,9 +1,9 @@
 """The key/value cache: pages addressed through a table, and pure functions on it.
 
 A page holds `page_size` slots of one request, for all its key/value heads: `[pages, g, page_size, f]`, heads outside
-slots so that a request's keys of one head are contiguous. Slot `s` of request `b` lives in page `table[b, s // page_size]`
-at offset `s % page_size`. *Dense* is the special case of one page a request (`table` is None, the identity): it compiles
-to plain slicing.
+slots so that a request's keys of one head are contiguous. Slot `s` of request `b` lives in page
+`table[b, s // page_size]` at offset `s % page_size`. *Dense* is the special case of one page a request (`table` is
+None, the identity): it compiles to plain slicing.
 
 Only slots below a request's committed length are ever read as cache; what lies above is scratch for draft rows, so a
 rejected draft costs nothing and an accepted path is moved to be contiguous by `commit`.
@@ -60,7 +60,7 @@ def init(layers: int, pages: int, heads: int, page_size: int, head_dim: int, dty
 
 
 def write(pages: Float[Array, "p g s f"], new: Float[Array, "N g f"], table: Array | None, rows: Rows) -> Array:
-    """Store the keys (or values) of packed rows at their slots; padding rows reach no slot that is read as committed."""
+    """Store the keys (or values) of packed rows at their slots; padding rows reach no slot that is ever read."""
     if rows.batch == 1 and (table is None or table.shape[1] == 1):
         # One request in one page: its rows are consecutive slots. Padding rows fall beyond the live ones.
         page = 0 if table is None else table[0, 0]

@@ -35,7 +35,9 @@ class DraftShape:
         if self.rows < self.depth + 1:
             raise ValueError(f"a draft of depth {self.depth} needs at least {self.depth + 1} rows, got {self.rows}")
         if self.branching < 1 or self.depth < 0:
-            raise ValueError(f"depth must be at least 0 and branching at least 1, got {self.depth} and {self.branching}")
+            raise ValueError(
+                f"depth must be at least 0 and branching at least 1, got {self.depth} and {self.branching}"
+            )
         if self.branching == 1 and self.rows != self.depth + 1:
             raise ValueError(f"a chain of depth {self.depth} has {self.depth + 1} rows, got {self.rows}")
 

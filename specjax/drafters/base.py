@@ -71,7 +71,9 @@ class Drafter(Protocol):
         """Fresh state for `batch` requests of at most `capacity` tokens."""
         ...
 
-    def prefill(self, params: Any, state: Any, row: Array, tokens: Array, start: Array, count: Array, features: Features | None) -> Any:
+    def prefill(
+        self, params: Any, state: Any, row: Array, tokens: Array, start: Array, count: Array, features: Features | None
+    ) -> Any:
         """Take in `count` prompt tokens of request `row` at positions `start...`, with their target features.
 
         `tokens[t + 1]` holds the chunk and the token after it (the next prompt token, or the one just sampled), so that

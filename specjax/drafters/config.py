@@ -31,7 +31,7 @@ class HeadConfig:
         qk_norm: per-head norms on queries and keys.
         attention_bias: biases on q, k and v.
         norm_offset: norms multiply by `1 + w` instead of `w`.
-        attention_gate: queries carry an output gate (Qwen3-Next and later): q_proj is twice as tall, per head [q, gate].
+        attention_gate: queries carry an output gate (Qwen3-Next and later): q_proj holds [q, gate] per head.
         windows: sliding window of each layer, None for full attention.
         vocab_size: tokens of the target.
         draft_vocab_size: tokens of the drafter's head; smaller than `vocab_size` needs the `d2t` table.
@@ -166,7 +166,10 @@ def expected_tensors(c: HeadConfig) -> dict[str, tuple[int, ...]]:
     if c.draft_vocab_size != c.vocab_size:
         shapes["d2t"] = (c.draft_vocab_size,)
     if c.head_rank:
-        shapes |= {"candidate_head.down.weight": (c.head_rank, d), "candidate_head.up.weight": (c.draft_vocab_size, c.head_rank)}
+        shapes |= {
+            "candidate_head.down.weight": (c.head_rank, d),
+            "candidate_head.up.weight": (c.draft_vocab_size, c.head_rank),
+        }
     if c.family == "dflash2":
         shapes |= {
             "candidate_selector.hidden_projection.weight": (c.selector_rank, d),
@@ -182,7 +185,10 @@ def expected_tensors(c: HeadConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {"bigram_selector.log_alpha": (drafts,), "bigram_selector.log_lambda": (drafts,)}
     if c.family == "dspark" and c.markov_rank:
         r = c.markov_rank
-        shapes |= {"markov_head.markov_w1.weight": (c.vocab_size, r), "markov_head.markov_w2.weight": (c.draft_vocab_size, r)}
+        shapes |= {
+            "markov_head.markov_w1.weight": (c.vocab_size, r),
+            "markov_head.markov_w2.weight": (c.draft_vocab_size, r),
+        }
         if c.markov == "gated":
             shapes |= {"markov_head.gate_proj.weight": (r, d + r), "markov_head.gate_proj.bias": (r,)}
         if c.markov == "rnn":

@@ -1,8 +1,8 @@
 """A small target as drafter: the classic two-model speculation (arXiv 2211.17192), chains, sampled or greedy.
 
 It keeps a dense key/value cache of its own, filled beside the target's at prefill. A draft starts with the last two
-committed tokens (after a fully accepted draft its cache lacks the last draft; writing a row again changes nothing), then
-extends one token at a time.
+committed tokens (after a fully accepted draft its cache lacks the last draft; writing a row again changes nothing),
+then extends one token at a time.
 """
 
 import dataclasses
@@ -54,7 +54,14 @@ class DraftModel:
         return self.model.init_cache(batch, slots, jnp.dtype(self.cache_dtype))
 
     def prefill(
-        self, params: Any, state: KVCache, row: Array, tokens: Array, start: Array, count: Array, features: Features | None
+        self,
+        params: Any,
+        state: KVCache,
+        row: Array,
+        tokens: Array,
+        start: Array,
+        count: Array,
+        features: Features | None,
     ) -> KVCache:
         del features
         size = tokens.shape[0] - 1
@@ -99,6 +106,7 @@ class DraftModel:
             return chain(tokens, self._before_eos(tokens, lengths, context.eos)), cache
         # q at node i is what its child was drawn from; the last node has no child. A sampled draft is never cut by its
         # own tokens: that would bias the law.
+        assert first_q is not None, "a sampled draft has its q"
         q = jnp.concatenate([first_q[None], later_q, jnp.zeros_like(first_q)[None]]).swapaxes(0, 1)
         return chain(tokens, lengths, q), cache
 

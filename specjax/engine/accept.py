@@ -27,7 +27,9 @@ def resolve_rule(name: str, shape: DraftShape, sampled: bool) -> str:
         name = "tree" if not sampled else "chain" if shape.is_chain else "recursive"
     rule = get_rule(name)
     if not shape.is_chain and not rule.takes_trees:
-        raise ConfigError(f"accept {name!r} takes chains only, but {shape.kind} drafts trees; use 'tree' or 'recursive'")
+        raise ConfigError(
+            f"accept {name!r} takes chains only, but {shape.kind} drafts trees; use 'tree' or 'recursive'"
+        )
     if sampled and not rule.samples:
         raise ConfigError(f"accept {name!r} takes deterministic drafts, but draft_sampling is 'sampled'")
     return name
@@ -68,8 +70,6 @@ def accept(rule_name: str, draft: Draft, depth: int, logits: Float[Array, "N v"]
 
 def choose_first(logits: Float[Array, "1 v"], row: Int[Array, ""], state: State) -> Int[Array, " 1"]:
     """The token behind the prompt of request `row`."""
-    seen = Seen(
-        tokens=state.tokens, lengths=state.lengths, prompt_lengths=state.prompt_lengths, eos=state.eos
-    )
+    seen = Seen(tokens=state.tokens, lengths=state.lengths, prompt_lengths=state.prompt_lengths, eos=state.eos)
     position = state.prompt_lengths[row][None]
     return sampling.choose(logits, jnp.reshape(row, (1,)), state.sampling, position, seen)

@@ -24,14 +24,13 @@ from specjax.engine import state as device
 from specjax.engine.accept import resolve_rule
 from specjax.engine.prefill import Insertion
 from specjax.engine.programs import Programs
-from specjax.engine.request import Chunk, Request, Result, SpecStats, Timing, TokenLogprob
+from specjax.engine.request import Chunk, Request, Result, Timing, TokenLogprob
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.state import FINISH_REASON, RUNNING, Emitted, State
 from specjax.engine.step import Stage
 from specjax.engine.text import TextStream
 from specjax.sampling import SamplingParams
 from specjax.targets.decoder import Target, check_taps
-
 
 SLOT_MULTIPLE = 256  # a dense row's slots: whole blocks of the reference attention
 SMALL_CHUNK = 32  # prefill rows of the last, partly filled chunks
@@ -188,7 +187,11 @@ class Engine:
         return events
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None, *, raw: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
     ) -> Any:
         """Decode one prompt to a `Result`, or a list of prompts (as a batch) to a list of them.
 

@@ -41,7 +41,7 @@ class Insertion:
 def insert(state: State, row: Array, new: Insertion) -> State:
     """Put a request into batch row `row`; it becomes active when its prompt has been prefilled."""
     cache = state.cache
-    if new.pages is not None:
+    if new.pages is not None and cache.table is not None:
         cache = dataclasses.replace(cache, table=cache.table.at[row].set(new.pages))
     return dataclasses.replace(
         state,
@@ -153,9 +153,7 @@ def release(stage: Stage, state: State, row: Array) -> State:
     """Request `row` is over: it takes no further part, and the drafter may remember what it said."""
     drafter = state.drafter
     if stage.drafter is not None:
-        drafter = stage.drafter.finish(
-            drafter, row, state.tokens[row], state.prompt_lengths[row], state.lengths[row]
-        )
+        drafter = stage.drafter.finish(drafter, row, state.tokens[row], state.prompt_lengths[row], state.lengths[row])
     return dataclasses.replace(state, active=state.active.at[row].set(False), drafter=drafter)
 
 

@@ -135,8 +135,8 @@ class Programs:
 def _target_program(function: Callable) -> Callable:
     """Jit a program that runs the target, its state (second argument) donated.
 
-    On a CPU the time goes into the matrix products of a library, and LLVM's higher levels only cost compile time: a third
-    of it, for the same step (SmolLM2-135M: 7.6 against 5.1 CPU seconds a program, 55 ms a step either way).
+    On a CPU the time goes into the matrix products of a library, and LLVM's higher levels only cost compile time: a
+    third of it, for the same step (SmolLM2-135M: 7.6 against 5.1 CPU seconds a program, 55 ms a step either way).
     """
     options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
     return jax.jit(function, donate_argnums=1, compiler_options=options)

@@ -1,8 +1,8 @@
 """The loop: one round is draft -> verify -> accept -> commit. Read this file first.
 
-`verify_commit` checks the draft that stands in the state and commits what the target agrees with; `redraft` proposes the
-next one right after, so its live lengths reach the host together with the committed tokens and the host can pick the
-verify program that fits: no match = one row = a plain round. Plain decoding is `verify_commit` of a root alone.
+`verify_commit` checks the draft that stands in the state and commits what the target agrees with; `redraft` proposes
+the next one right after, so its live lengths reach the host together with the committed tokens and the host can pick
+the verify program that fits: no match = one row = a plain round. Plain decoding is `verify_commit` of a root alone.
 """
 
 import dataclasses

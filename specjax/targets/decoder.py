@@ -101,7 +101,9 @@ class Decoder(nnx.Module):
         self.head = None if tied else Projection(config.hidden_size, config.vocab_size, rngs=rngs, dtype=dtype)
 
     def __call__(self, rows: Rows, cache: KVCache, committed: Int[Array, " b"], taps: tuple[int, ...] = ()) -> Output:
-        cos, sin = rope.cos_sin(self.config.rope, self.config.head_dim, rows.positions, self.config.max_position_embeddings)
+        cos, sin = rope.cos_sin(
+            self.config.rope, self.config.head_dim, rows.positions, self.config.max_position_embeddings
+        )
         with jax.named_scope("embed"):
             x = self.embed(rows.tokens)
         k, v, tapped = list(cache.k), list(cache.v), {0: x} if 0 in taps else {}

@@ -53,8 +53,8 @@ def _project(weight: Array, x: Array, out_dtype) -> Array:
 def _project_cpu(weight: Array, x: Array, out_dtype) -> Array:
     """As `weight @ x.T`: with the large operand on the left, a few rows cost hardly more than one.
 
-    XLA would swap the operands back to get rid of the transposition, and then two float32 rows cost twice what one does;
-    the barrier keeps them. One bfloat16 row takes a scalar path, six times the time of two, so it is padded to two.
+    XLA would swap the operands back to get rid of the transposition, and then two float32 rows cost twice what one
+    does; the barrier keeps them. One bfloat16 row takes a scalar path, six times the time of two, so it is padded.
     """
     single = x.shape[0] == 1 and x.dtype == jnp.bfloat16
     padded = jax.lax.optimization_barrier(jnp.pad(x, ((0, 1), (0, 0)))) if single else x

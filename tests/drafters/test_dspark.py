@@ -202,7 +202,7 @@ def test_in_an_engine(markov, threshold):
     laws.check_greedy(*laws.small("dspark", markov=markov, options={"confidence_threshold": threshold}))
 
 
-@pytest.mark.parametrize(("rule", "threshold"), [("block", 0.5), pytest.param("chain", 0.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rule", "threshold"), [("block", 0.3), pytest.param("chain", 0.3, marks=pytest.mark.slow)])
 def test_sampled_law(rule, threshold):
     """Also with drafts cut by confidence: lossless, since the cut does not anticipate."""
     laws.check_sampled(*laws.tabled("dspark", sampled=True, confidence_threshold=threshold), rule)

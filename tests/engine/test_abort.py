@@ -1,9 +1,10 @@
 """A request that is given up: its row and pages are free, the others do not notice (C23, offline part)."""
 
 import pytest
+from support import toy
+
 from specjax.drafters.ngram import NGram
 from specjax.sampling import SamplingParams
-from support import toy
 
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7], [20, 21, 22, 20, 21]]
 PARAMS = SamplingParams(max_tokens=24)

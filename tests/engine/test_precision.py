@@ -24,7 +24,9 @@ def test_a_cpu_with_bfloat16_holds_what_was_asked(monkeypatch, dtype):
     assert precision.hold(weights, jnp.dtype(dtype)) is weights
 
 
-@pytest.mark.parametrize(("flags", "has"), [("flags : fpu avx2", False), ("flags : avx512_bf16 fpu", True), ("model name : x", True)])
+@pytest.mark.parametrize(
+    ("flags", "has"), [("flags : fpu avx2", False), ("flags : avx512_bf16 fpu", True), ("model name : x", True)]
+)
 def test_the_processor_is_asked(monkeypatch, flags, has):
     monkeypatch.setattr(precision.Path, "read_text", lambda self, encoding: flags)
     assert precision._cpu_has_bfloat16() is has
