@@ -20,7 +20,7 @@ demo: $(SETUP)  ## decode one prompt plainly and with n-gram drafts, side by sid
 	$(BIN)/specjax demo $(ARGS)
 
 test: $(SETUP)  ## run the tests on the CPU (ARGS="-k text" to pick some)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(SETUP)  ## style, format, import directions and types
 	$(BIN)/ruff check .
