@@ -109,12 +109,11 @@ def feedback(**changes) -> LoadedDrafter:
     )
 
 
-SLOW = pytest.mark.slow
 CASES = [
     pytest.param(mtp, {"hidden_first": True}, "[embedding, hidden]", id="concat order"),
     pytest.param(dflash, {"shifted": False}, "slots that predict the next token", id="slots"),
-    pytest.param(taps, {"taps": (1,)}, "taps [2]", id="taps", marks=SLOW),
-    pytest.param(feedback, {"norm_output": False}, "the normed output", id="feedback", marks=SLOW),
+    pytest.param(taps, {"taps": (1,)}, "taps [2]", id="taps"),
+    pytest.param(feedback, {"norm_output": False}, "the normed output", id="feedback"),
 ]
 
 

@@ -138,7 +138,6 @@ def test_drafts_and_numbers(name):
         np.testing.assert_allclose(got[what], want[what], **TOLERANCE, err_msg=what)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "change", "what"),
     [

@@ -370,7 +370,7 @@ def _speculators() -> list[Sample]:
     )
     head = BLOCK_HEAD | {"block_causal": (False, False)}
     flash2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 4}
-    # Older heads omit sample_from_anchor; block_size - speculative_tokens tells (section 6b of the design).
+    # Older heads omit sample_from_anchor; block_size - speculative_tokens tells.
     spark = {"markov_rank": 8, "draft_vocab_size": DRAFT_V}
     return [
         Sample(
