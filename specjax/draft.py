@@ -227,3 +227,26 @@ def pack(draft: Draft, committed: Int[Array, " b"], count: int, width: int, acti
         starts=starts,
         width=width,
     )
+
+
+def chunk(tokens: Int[Array, " N"], start: Int[Array, ""], count: Int[Array, ""] | int) -> Rows:
+    """Consecutive tokens of one request as packed rows, each seeing all earlier ones: prefill.
+
+    Args:
+        tokens: the tokens, padded behind the first `count`.
+        start: position and cache slot of the first.
+        count: real tokens.
+    """
+    size = tokens.shape[0]
+    index = jnp.arange(size, dtype=jnp.int32)
+    return Rows(
+        tokens=tokens,
+        request=jnp.zeros((size,), jnp.int32),
+        node=index,
+        positions=start + index,
+        slots=start + index,
+        valid=index < count,
+        ancestors=None,
+        starts=jnp.array([0, size], jnp.int32),
+        width=size,
+    )

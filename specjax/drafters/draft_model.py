@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from specjax import sampling
 from specjax.array_types import Array, Int
 from specjax.cache import KVCache
-from specjax.draft import Draft, DraftShape, Rows, chain
+from specjax.draft import Draft, DraftShape, Rows, chain, chunk
 from specjax.drafters.base import Context, Features
 from specjax.targets.decoder import Target
 
@@ -64,19 +64,7 @@ class DraftModel:
         features: Features | None,
     ) -> KVCache:
         del features
-        size = tokens.shape[0] - 1
-        index = jnp.arange(size, dtype=jnp.int32)
-        rows = Rows(
-            tokens=tokens[:size],
-            request=jnp.zeros((size,), jnp.int32),
-            node=index,
-            positions=start + index,
-            slots=start + index,
-            valid=index < count,
-            ancestors=None,
-            starts=jnp.array([0, size], jnp.int32),
-            width=size,
-        )
+        rows = chunk(tokens[:-1], start, count)
         out = self.model.forward(params, rows, state.request(row), jnp.reshape(start, (1,)))
         return KVCache(k=out.cache.k, v=out.cache.v, table=None)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from specjax.array_types import Array, Float
 from specjax.cache import KVCache
-from specjax.draft import Rows
+from specjax.draft import chunk
 from specjax.drafters import learned
 from specjax.drafters.base import Context, Features
 from specjax.drafters.config import BLOCK, HeadConfig
@@ -137,12 +137,12 @@ def written(target: Target, params: Any, prompt: Sequence[int], taps: tuple[int,
 def _write(target: Target, params: Any, cache: KVCache, tokens: Array) -> Array:
     """The `NEW` tokens after a prompt."""
     start = tokens.shape[0]
-    out = target.forward(params, _rows(tokens, jnp.int32(0)), cache, jnp.zeros((1,), jnp.int32))
+    out = target.forward(params, chunk(tokens, jnp.int32(0), tokens.shape[0]), cache, jnp.zeros((1,), jnp.int32))
 
     def step(carry, position):
         cache, hidden = carry
         token = jnp.argmax(target.logits(params, hidden), axis=-1).astype(jnp.int32)
-        out = target.forward(params, _rows(token, position), cache, jnp.reshape(position, (1,)))
+        out = target.forward(params, chunk(token, position, 1), cache, jnp.reshape(position, (1,)))
         return (out.cache, out.hidden), token[0]
 
     steps = jnp.arange(start, start + NEW, dtype=jnp.int32)
@@ -152,7 +152,9 @@ def _write(target: Target, params: Any, cache: KVCache, tokens: Array) -> Array:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _read(target: Target, taps: tuple[int, ...], params: Any, cache: KVCache, tokens: Array):
     """Hidden states and taps of every token but the last."""
-    out = target.forward(params, _rows(tokens[:-1], jnp.int32(0)), cache, jnp.zeros((1,), jnp.int32), taps)
+    out = target.forward(
+        params, chunk(tokens[:-1], jnp.int32(0), tokens.shape[0] - 1), cache, jnp.zeros((1,), jnp.int32), taps
+    )
     return out.hidden, out.taps
 
 
@@ -214,20 +216,3 @@ def _clearly_longer(found: np.ndarray, best: np.ndarray) -> bool:
     gain = found - best
     error = gain.std() / math.sqrt(len(gain))
     return bool(gain.mean() > MORE and gain.mean() > CLEARLY * error)
-
-
-def _rows(tokens: Array, start: Array) -> Rows:
-    """Consecutive tokens of one request, as the target takes them."""
-    size = tokens.shape[0]
-    index = jnp.arange(size, dtype=jnp.int32)
-    return Rows(
-        tokens=tokens,
-        request=jnp.zeros((size,), jnp.int32),
-        node=index,
-        positions=start + index,
-        slots=start + index,
-        valid=jnp.ones((size,), bool),
-        ancestors=None,
-        starts=jnp.array([0, size], jnp.int32),
-        width=size,
-    )

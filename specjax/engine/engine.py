@@ -71,7 +71,13 @@ class Engine:
         self.config, self.target, self.tokenizer, self.drafter = config, target, tokenizer, drafter
         self.params = {"target": params, "drafter": drafter_params}
         shape = drafter.shape if drafter is not None else PLAIN
-        rule = resolve_rule(config.accept, shape, config.draft_sampling == "sampled")
+        sampled = config.draft_sampling == "sampled"
+        if drafter is not None and getattr(drafter, "sampled", False) != sampled:
+            raise ValueError(
+                f"draft_sampling is {config.draft_sampling!r}, but the {drafter.kind} drafter was built for "
+                f"{'deterministic' if sampled else 'sampled'} drafts"
+            )
+        rule = resolve_rule(config.accept, shape, sampled)
         taps = drafter.taps if drafter is not None else ()
         check_taps(target.config, taps)
         stage = Stage(target=target, drafter=drafter, shape=shape, rule=rule, taps=taps)
@@ -376,7 +382,8 @@ class Engine:
         """Free a row, whether its request has ended or is given up."""
         request = self.scheduler.release(row)
         del self._texts[row]
-        self._state = self.programs.release(self._state, row)
+        kept = len(request.prompt) + len(request.token_ids)
+        self._state = self.programs.release(self._state, row, kept)
         if self._live is not None:
             self._live[row] = 0
         return request

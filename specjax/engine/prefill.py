@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.array_types import Array, pytree
-from specjax.draft import Rows
+from specjax.draft import Rows, chunk
 from specjax.drafters.base import Features
 from specjax.engine.accept import choose_first
 from specjax.engine.state import LENGTH, RUNNING, STOP, Emitted, Logprobs, State
@@ -72,21 +72,10 @@ def prefill(stage: Stage, size: int, params: Any, state: State, row: Array, star
     """
     length = state.prompt_lengths[row]
     count = jnp.minimum(length - start, size)
-    index = jnp.arange(size, dtype=jnp.int32)
     # One token more than the chunk: a drafter pairs the features of token i with token i + 1.
     padded = jnp.pad(state.tokens[row], (0, size + 1))
     tokens = jax.lax.dynamic_slice(padded, (start,), (size + 1,))
-    rows = Rows(
-        tokens=tokens[:size],
-        request=jnp.zeros((size,), jnp.int32),
-        node=index,
-        positions=start + index,
-        slots=start + index,
-        valid=index < count,
-        ancestors=None,
-        starts=jnp.array([0, size], jnp.int32),
-        width=size,
-    )
+    rows = chunk(tokens[:size], start, count)
     with jax.named_scope("prefill"):
         view = state.cache.request(row)
         out = stage.target.forward(params["target"], rows, view, jnp.reshape(start, (1,)), stage.taps)
@@ -149,12 +138,21 @@ def _newest(features: Features | None, row: Array, rows: Rows, last: Array, out:
     )
 
 
-def release(stage: Stage, state: State, row: Array) -> State:
-    """Request `row` is over: it takes no further part, and the drafter may remember what it said."""
+def release(stage: Stage, state: State, row: Array, length: Array) -> State:
+    """Request `row` is over: it takes no further part, and the drafter may remember what it said.
+
+    `length` is what the host kept of it, prompt included: a stop string may have ended it before the device's last
+    token.
+    """
     drafter = state.drafter
     if stage.drafter is not None:
-        drafter = stage.drafter.finish(drafter, row, state.tokens[row], state.prompt_lengths[row], state.lengths[row])
-    return dataclasses.replace(state, active=state.active.at[row].set(False), drafter=drafter)
+        drafter = stage.drafter.finish(drafter, row, state.tokens[row], state.prompt_lengths[row], length)
+    return dataclasses.replace(
+        state,
+        active=state.active.at[row].set(False),
+        lengths=state.lengths.at[row].set(1),  # the loop over cached slots runs as far as the longest row
+        drafter=drafter,
+    )
 
 
 def _first_token(stage: Stage, params: Any, state: State, row: Array, hidden: Array):

@@ -71,8 +71,8 @@ class Programs:
     def insert(self, state: State, row: int, new: Insertion) -> State:
         return self._insert(state, np.int32(row), new)
 
-    def release(self, state: State, row: int) -> State:
-        return self._release(state, np.int32(row))
+    def release(self, state: State, row: int, length: int) -> State:
+        return self._release(state, np.int32(row), np.int32(length))
 
     def prefill(self, params: Any, state: State, row: int, start: int, size: int) -> tuple[State, Emitted]:
         return self._prefill[size](params, state, np.int32(row), np.int32(start))
@@ -118,7 +118,7 @@ class Programs:
         tick("initial state")
         state = self.insert(state, 0, new)
         tick("insert")
-        state = self.release(state, 0)
+        state = self.release(state, 0, 1)
         tick("release")
         state, live = self.draft(params, state)
         tick("draft")

@@ -7,6 +7,7 @@ from support.scripted import ScriptedTree
 from support.text import byte_level
 
 from specjax.config import ConfigError, RunConfig
+from specjax.drafters.draft_model import DraftModel
 from specjax.sampling import SamplingParams
 
 TABLE = np.random.default_rng(8).normal(0, 2, (tables.VOCAB, tables.VOCAB))
@@ -204,3 +205,11 @@ def test_rules_that_do_not_fit_are_refused():
         toy.engine(ScriptedTree(), (), accept="chain")
     with pytest.raises(ValueError, match="deterministic drafts, but draft_sampling is 'sampled'"):
         toy.engine(accept="tree", draft_sampling="sampled")
+    with pytest.raises(
+        ValueError, match="draft_sampling is 'sampled', but the draft_model drafter was built for determ"
+    ):
+        toy.engine(DraftModel(model=toy.tiny()[0], num_speculative_tokens=2), (), draft_sampling="sampled")
+    with pytest.raises(
+        ValueError, match="draft_sampling is 'deterministic', but the draft_model drafter was built for"
+    ):
+        toy.engine(DraftModel(model=toy.tiny()[0], num_speculative_tokens=2, sampled=True), ())

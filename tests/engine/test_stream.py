@@ -4,6 +4,7 @@ import pytest
 from support import tables, toy
 from support.text import byte_level, sentence_piece
 
+from specjax.drafters.suffix import Suffix
 from specjax.sampling import SamplingParams
 
 PROMPT = [1, 0, 1]
@@ -83,6 +84,20 @@ class TestStopStrings:
         engine = speaking([0, 1, 2, 3, 4], byte_level(FOO), most)
         result, _ = both(engine, SamplingParams(max_tokens=5, stop=("\n\n",), include_stop=True))
         assert (result.text, result.token_ids) == ("foo\n\n", [0, 1, 2])
+
+
+def test_a_drafter_remembers_what_the_reader_got():
+    """Past responses end at the stop string, which the host alone sees, not where the round of it ended."""
+    said = [4, 5, 6, 0, 1, 2, 3, 4, 5, 6]
+    target, _ = toy.lookup_target(tables.VOCAB, tables.POSITIONS)
+    params = toy.lookup(tables.VOCAB, tables.POSITIONS, None, toy.favourites(tables.VOCAB, len(PROMPT), said))
+    engine = toy.engine(Suffix(ring=32, max_spec_factor=9), (), (target, params), byte_level(FOO))
+    engine.generate(PROMPT, SamplingParams(max_tokens=len(said)))
+    result = engine.generate(PROMPT, SamplingParams(max_tokens=len(said), stop=("\n\n",)))
+    assert (result.text, result.token_ids) == ("xyzfoo", said[:6])
+    assert result.spec.rounds < 4, "the stop came inside a round"
+    remembered = engine._state.drafter.tolist()
+    assert [token for token in remembered if token >= 0] == said + said[:6]
 
 
 class TestCharacters:

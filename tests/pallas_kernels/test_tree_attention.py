@@ -189,6 +189,24 @@ def test_a_request_does_not_see_its_neighbours(page_size):
     assert np.abs(after[5:11] - before[5:11]).max() > 0.1
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("window", [None, 5])
+def test_nan_in_what_no_row_sees_stays_there(page_size, window):
+    """Slots past a request's last, pages of nobody, and rows of padding may hold what an earlier request has left."""
+    case = make([19, 0, 30], [5, 0, 4], 6, page_size=page_size)
+    before = run(case, 0.35, window=window)
+    q, k, v, k_pages, v_pages = (x.copy() for x in case.arrays)
+    for pages in (k_pages, v_pages):
+        pages[pages == POISON] = np.nan
+    live = np.zeros(len(q), bool)
+    for b, count in enumerate(case.lengths):
+        live[int(case.rows.starts[b]) :][:count] = True
+    for x in (q, k, v):
+        x[~live] = np.nan
+    after = run(dataclasses.replace(case, arrays=(q, k, v, k_pages, v_pages)), 0.35, window=window)
+    np.testing.assert_array_equal(after[live], before[live])
+
+
 def test_a_committed_slot_counts_and_the_next_does_not():
     case = make([16], [4], 4, page_size=16)
     before, column = run(case, 0.35), {15: (0, 15), 16: (1, 0)}

@@ -48,10 +48,12 @@ def tree_attention(
         Attention outputs in q's dtype; softmax and sums in float32. Padding rows hold finite, meaningless values.
     """
     position = rows.unpack(rows.positions)
+    # What unpacking puts behind a request's last row belongs to a neighbour, whose NaN must not reach this one.
+    own = jnp.arange(rows.width) < jnp.diff(rows.starts)[:, None]
     out = attend(
         rows.unpack(q),
         rows.unpack(k),
-        rows.unpack(v),
+        jnp.where(own[:, :, None, None], rows.unpack(v), 0),
         _draft_mask(rows, position, window),
         k_pages,
         v_pages,
@@ -118,19 +120,23 @@ def attend(
 
     block, read = _blocks(k_pages, v_pages, table, batch)
 
-    def visible(index):
-        """Which slots of block `index` each query sees, `[b, 1 or n, block]`."""
+    def cached(index):
+        """Keys and values of block `index`, and which of its slots each query sees, `[b, 1 or n, block]`."""
+        keys, values = read(index)
         slot = index * block + jnp.arange(block, dtype=jnp.int32)
-        below = slot[None, None] < committed[:, None, None]
-        return below if window is None else below & (slot > position[:, :, None] - window)
+        below = slot < committed[:, None]
+        # A weight of 0 does not stop a NaN that an earlier request has left in a slot.
+        values = jnp.where(below[:, None, :, None], values, 0)
+        seen = below[:, None] if window is None else below[:, None] & (slot > position[:, :, None] - window)
+        return keys, values, seen
 
     # The tile and the newest block together: every query sees some of the tile, so the running maximum is finite from
     # here on, and a context of one block takes one pass.
     blocks = -(-jnp.max(committed) // block)
     newest = jnp.maximum(blocks - 1, 0)
-    keys, values = read(newest)
-    cached = jnp.broadcast_to(visible(newest), (batch, width, block))
-    s = scores(jnp.concatenate([keys, k.transpose(0, 2, 1, 3)], axis=2), jnp.concatenate([cached, seen], axis=2))
+    keys, values, below = cached(newest)
+    seen = jnp.concatenate([jnp.broadcast_to(below, (batch, width, block)), seen], axis=2)
+    s = scores(jnp.concatenate([keys, k.transpose(0, 2, 1, 3)], axis=2), seen)
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)
     total = weights.sum(-1, keepdims=True)
@@ -138,13 +144,16 @@ def attend(
 
     def add_block(index, carry):
         top, total, out = carry
-        keys, values = read(index)
-        s = scores(keys, visible(index))
+        keys, values, seen = cached(index)
+        s = scores(keys, seen)
         new_top = jnp.maximum(top, s.max(-1, keepdims=True))
         weights, shrink = jnp.exp(s - new_top), jnp.exp(top - new_top)
         return new_top, total * shrink + weights.sum(-1, keepdims=True), out * shrink + weigh(weights, values)
 
-    first = jnp.int32(0) if window is None else jnp.maximum(jnp.min(committed) - window + 1, 0) // block
+    first = jnp.int32(0)
+    if window is not None:
+        shortest = jnp.min(jnp.where(committed > 0, committed, jnp.max(committed)))
+        first = jnp.maximum(shortest - window + 1, 0) // block
     _, total, out = jax.lax.fori_loop(first, newest, add_block, (top, total, out))
     out = (out / total).astype(q.dtype).reshape(batch, groups, ratio, width, dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)
