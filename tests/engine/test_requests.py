@@ -205,11 +205,7 @@ def test_rules_that_do_not_fit_are_refused():
         toy.engine(ScriptedTree(), (), accept="chain")
     with pytest.raises(ValueError, match="deterministic drafts, but draft_sampling is 'sampled'"):
         toy.engine(accept="tree", draft_sampling="sampled")
-    with pytest.raises(
-        ValueError, match="draft_sampling is 'sampled', but the draft_model drafter was built for determ"
-    ):
+    with pytest.raises(ValueError, match="is .sampled., but the draft_model drafter was built for determ"):
         toy.engine(DraftModel(model=toy.tiny()[0], num_speculative_tokens=2), (), draft_sampling="sampled")
-    with pytest.raises(
-        ValueError, match="draft_sampling is 'deterministic', but the draft_model drafter was built for"
-    ):
+    with pytest.raises(ValueError, match="is .deterministic., but the draft_model drafter was built for sampled"):
         toy.engine(DraftModel(model=toy.tiny()[0], num_speculative_tokens=2, sampled=True), ())
