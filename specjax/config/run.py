@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from specjax.config.drafters import DRAFTERS, AnyDrafter, ConfigError, DrafterConfig, NoDrafter, Strict
+from specjax.config.drafters import AnyDrafter, ConfigError, DrafterConfig, NoDrafter, Strict, bare_section, by_kind
 
 
 class RunConfig(Strict):
@@ -24,6 +24,8 @@ class RunConfig(Strict):
         accept: the accept rule; `auto` takes the one that fits the drafts.
         draft_sampling: `deterministic` candidates (same seed, same text, with any drafter), or drafts `sampled` from q.
         prefill_chunk: prompt tokens processed at once.
+        device_rounds: rounds that stay on the device before the host looks at their tokens; text then comes in larger
+            pieces, and a stop string is found up to so many rounds late (what lies behind it is dropped).
         warmup: compile everything before the first request.
         compilation_cache: folder for compiled programs, `auto` for the user's cache folder, None for none.
         seed: requests that name no seed get this one plus their number; None draws fresh ones.
@@ -38,6 +40,7 @@ class RunConfig(Strict):
     accept: Literal["auto", "tree", "chain", "block", "recursive"] = "auto"
     draft_sampling: Literal["deterministic", "sampled"] = "deterministic"
     prefill_chunk: int = Field(default=256, ge=1)
+    device_rounds: int = Field(default=1, ge=1)
     warmup: bool = True
     compilation_cache: str | None = "auto"
     seed: Annotated[int, Field(ge=0)] | None = 0
@@ -46,7 +49,7 @@ class RunConfig(Strict):
     @classmethod
     def _bare_drafter(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and isinstance(data.get("drafter"), str):
-            return {**data, "drafter": _section(data["drafter"])}
+            return {**data, "drafter": bare_section(data["drafter"])}
         return data
 
     @model_validator(mode="after")
@@ -106,18 +109,6 @@ def load(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     return make(values, lines=lines, source=source)
 
 
-def _section(text: str) -> dict[str, str]:
-    """A bare drafter string as a section: one of the kinds, else the path or name of a model.
-
-    What the path holds, a model or a learned drafter, is found out when it is loaded (`engine.drafter.recognised`).
-    """
-    if text in DRAFTERS:
-        return {"kind": text}
-    if "/" in text or "\\" in text or Path(text).exists():
-        return {"kind": "draft_model", "model": text}
-    return {"kind": text}  # refused by its name
-
-
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping of a YAML file, and the line of each dotted key."""
     try:
@@ -158,7 +149,7 @@ def _override(values: dict[str, Any], text: str) -> None:
         raise ConfigError(f"an override is written key=value, as in drafter.num_speculative_tokens=4; got {text!r}")
     for section in sections:
         inner = values.get(section, {})
-        inner = _section(inner) if isinstance(inner, str) else inner
+        inner = bare_section(inner) if isinstance(inner, str) else inner
         if not isinstance(inner, dict):
             raise ConfigError(f"override {text!r}: '{section}' is {inner!r}, which has no keys")
         values[section] = inner = dict(inner)
@@ -171,25 +162,38 @@ def _override(values: dict[str, Any], text: str) -> None:
 
 def _fault(error: Any, lines: Mapping[str, int]) -> str:
     """One of pydantic's errors in the words of this file."""
-    path = [str(part) for part in error["loc"]]
-    fields = RunConfig.model_fields
-    if len(path) > 1 and path[0] == "drafter":  # pydantic names the chosen kind as a step of the path
-        fields = DRAFTERS[path[1]].model_fields
-        del path[1]
+    path, fields, kinds = _place([str(part) for part in error["loc"]])
     key = ".".join(path)
     place = f"line {lines[key]}: " if key in lines else ""
     if error["type"] == "extra_forbidden":
         return f"{place}unknown key '{key}'{nearest(path[-1], fields, 'keys')}"
     if error["type"] == "union_tag_invalid":
         kind = error["ctx"]["tag"]
-        return f"{place}unknown drafter {kind!r}{nearest(str(kind), DRAFTERS, 'kinds')}, or the path of a drafter"
+        path_too = ", or the path of a drafter" if "draft_model" in kinds else ""
+        return f"{place}unknown {path[-1]} {kind!r}{nearest(str(kind), kinds, 'kinds')}{path_too}"
     if error["type"] == "union_tag_not_found":
-        return f"{place}'{key}' needs a 'kind': {', '.join(DRAFTERS)}"
+        return f"{place}'{key}' needs a 'kind': {', '.join(kinds)}"
     if error["type"] == "missing":
         return f"{place}'{key}' is missing"
     message = error["msg"].removeprefix("Value error, ")
     shown = f", got {error['input']!r}" if path and error["type"] != "value_error" else ""
     return f"{place}{key + ': ' if key else ''}{message[0].lower()}{message[1:]}{shown}"
+
+
+def _place(steps: list[str]) -> tuple[list[str], Iterable[str], Iterable[str]]:
+    """Of pydantic's path: the keys in it, the keys beside the last one, and the kinds of what the last one names.
+
+    Behind a section that has kinds, pydantic's path has the chosen kind as a step.
+    """
+    path, fields, kinds = [], RunConfig.model_fields, {}
+    steps = list(steps)
+    while steps:
+        path.append(steps.pop(0))
+        field = fields.get(path[-1])
+        kinds = by_kind(field.annotation) if field is not None and field.discriminator else {}
+        if steps and kinds:
+            fields = kinds[steps.pop(0)].model_fields
+    return path, fields, kinds
 
 
 def nearest(name: str, known: Iterable[str], what: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax import config as configs
-from specjax.config import DraftModelConfig, LearnedConfig, RunConfig
+from specjax.config import DrafterConfig, DraftModelConfig, HybridConfig, LearnedConfig, RunConfig
 from specjax.drafters import learned, registry
 from specjax.drafters.formats import mtp
 from specjax.drafters.formats.detect import detect
@@ -32,16 +32,27 @@ def recognised(config: RunConfig) -> RunConfig:
     Raises:
         ValueError: a drafter of a kind that is not supported.
     """
-    chosen = config.drafter
-    if not isinstance(chosen, DraftModelConfig):
+    section = _recognised(config.drafter, config.target)
+    if section is config.drafter:
         return config
+    fields = {name: getattr(config, name) for name in config.model_fields_set}
+    return configs.make(fields | {"drafter": section})
+
+
+def _recognised(chosen: DrafterConfig, target: str) -> DrafterConfig:
+    if isinstance(chosen, HybridConfig):
+        model = _recognised(chosen.model, target)
+        fields = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+        return chosen if model is chosen.model else HybridConfig(**(fields | {"model": model}))
+    if not isinstance(chosen, DraftModelConfig):
+        return chosen
     folder = Path(chosen.model).expanduser()
     if not (folder / "config.json").is_file():
-        return config
+        return chosen
     opened = open_folder(folder)
     format = detect(opened)
-    if format is None or (format in mtp.FORMATS and folder.resolve() != Path(config.target).expanduser().resolve()):
-        return config
+    if format is None or (format in mtp.FORMATS and folder.resolve() != Path(target).expanduser().resolve()):
+        return chosen
     family = opened.config.get("speculators_model_type") if format.startswith("speculators") else None
     family = family or next(f for f in ("dflash", "dspark", "eagle3", "peagle", "mtp", "ubtree") if f in format)
     given = (
@@ -49,9 +60,7 @@ def recognised(config: RunConfig) -> RunConfig:
         if "num_speculative_tokens" in chosen.model_fields_set
         else {}
     )
-    section = configs.drafter({"kind": _KINDS.get(family, family), "model": chosen.model, **given})
-    fields = {name: getattr(config, name) for name in config.model_fields_set}
-    return configs.make(fields | {"drafter": section})
+    return configs.drafter({"kind": _KINDS.get(family, family), "model": chosen.model, **given})
 
 
 def make_drafter(
@@ -78,6 +87,14 @@ def make_drafter(
     chosen = config.drafter
     if chosen.kind == "none":
         return None, ()
+    if isinstance(chosen, HybridConfig):
+        parts = {}
+        for name in ("model", "lookup"):
+            part = config.model_copy(update={"drafter": getattr(chosen, name)})
+            parts[name] = make_drafter(part, target, target_params, tokenizer, dtype, note)
+        drafters = {name: drafter for name, (drafter, _) in parts.items()}
+        hybrid = registry.create(chosen.kind, drafters | {"rows": chosen.rows})
+        return hybrid, {name: params for name, (_, params) in parts.items()}
     sampled = config.draft_sampling == "sampled"
     options = chosen.model_dump(exclude={"kind"})
     if isinstance(chosen, LearnedConfig):

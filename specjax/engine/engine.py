@@ -82,7 +82,9 @@ class Engine:
         check_taps(target.config, taps)
         stage = Stage(target=target, drafter=drafter, shape=shape, rule=rule, taps=taps)
         sizes = _prefill_sizes(config.prefill_chunk)
-        self.programs = Programs(stage, config.batch, sizes, lambda: self._initial_state(stage))
+        self.programs = Programs(
+            stage, config.batch, sizes, config.device_rounds, lambda: self._initial_state(stage)
+        )
         self._capacity = config.context + max(shape.rows, sizes[-1])
         if config.page_size is None:
             self._row_pages, self._page_slots = 1, -(-self._capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
@@ -165,7 +167,7 @@ class Engine:
         """Start what can start, then run one round; returns `(request id, chunk)` of everything that came out."""
         events = self._admit()
         if not self.scheduler.running:
-            return events
+            return self._deliver(events)
         live = self._draft() if self._live is None else self._live
         self._state, emitted = self.programs.verify(self.programs.fit(live), self.params, self._state)
         if self.drafter is not None:
@@ -175,13 +177,18 @@ class Engine:
             self._live = self._live.copy()
         else:
             emitted, self._live = jax.device_get(emitted), None
-        return events + self._collect(emitted, live)
+        return self._deliver(events + self._collect(emitted, live))
 
-    def run(self, rounds: int) -> list[tuple[int, Chunk]]:
-        """As `step`, but up to `rounds` rounds on the device before the host looks (`spec_steps`)."""
+    def run(self, rounds: int | None = None) -> list[tuple[int, Chunk]]:
+        """As `step`, but up to `rounds` rounds on the device before the host looks (`spec_steps`).
+
+        Warm-up compiles this for `device_rounds` of the configuration, the default here; another number compiles when
+        it is first asked for.
+        """
+        rounds = self.config.device_rounds if rounds is None else rounds
         events = self._admit()
         if not self.scheduler.running:
-            return events
+            return self._deliver(events)
         if self._live is None:
             self._draft()
         self._state, history, ran = self.programs.many(rounds, self.params, self._state)
@@ -190,7 +197,7 @@ class Engine:
         for index in range(int(ran)):
             emitted, live = jax.tree.map(lambda x, i=index: x[i], history)
             events += self._collect(emitted, live)
-        return events
+        return self._deliver(events)
 
     def generate(
         self,
@@ -281,16 +288,14 @@ class Engine:
         return request.index
 
     def _chunks(self, wanted: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
-        """Step until the `wanted` requests have ended; their chunks. What others wait for so is put in their mail."""
+        """Step until the `wanted` requests have ended; their chunks."""
         mail: deque[tuple[int, Chunk]] = deque()
         self._mail |= dict.fromkeys(wanted, mail)
         open_requests = set(wanted)
         try:
             while open_requests:
                 while not mail:
-                    for index, chunk in self.step():
-                        if index in self._mail:
-                            self._mail[index].append((index, chunk))
+                    self.step() if self.config.device_rounds == 1 else self.run()
                 index, chunk = mail.popleft()
                 if chunk.result is not None:
                     open_requests.remove(index)
@@ -300,6 +305,13 @@ class Engine:
                 del self._mail[index]
             for index in open_requests:  # nobody will read the rest
                 self.abort(index)
+
+    def _deliver(self, events: list[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
+        """Put the chunks that a `generate` or `stream` waits for into its mail, whoever ran the round; all of them."""
+        for index, chunk in events:
+            if index in self._mail:
+                self._mail[index].append((index, chunk))
+        return events
 
     def _draft(self) -> np.ndarray:
         """Live draft rows of every request, the root included; 0 for a row that runs nothing."""

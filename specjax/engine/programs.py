@@ -45,10 +45,12 @@ class Programs:
     Attributes:
         widths: verify sizes, narrow to wide.
         sizes: prefill chunk sizes, small to large.
+        rounds: rounds that stay on the device; more than one are a program of their own (`spec_steps`), which takes the
+            place of the verify programs.
     """
 
-    def __init__(self, stage: Stage, batch: int, sizes: tuple[int, ...], initial: Callable[[], State]):
-        self.stage, self.batch, self.sizes = stage, batch, sizes
+    def __init__(self, stage: Stage, batch: int, sizes: tuple[int, ...], rounds: int, initial: Callable[[], State]):
+        self.stage, self.batch, self.sizes, self.rounds = stage, batch, sizes, rounds
         self.widths = verify_widths(batch, stage.shape.rows)
         self.initial = jax.jit(initial)
         self._insert = jax.jit(entry.insert, donate_argnums=0)
@@ -60,8 +62,8 @@ class Programs:
 
     @property
     def count(self) -> int:
-        """Programs of this engine (those of `spec_steps` are added when first asked for)."""
-        return 4 + len(self._prefill) + len(self._verify) + len(self._many)
+        """Programs that warm-up compiles."""
+        return 4 + len(self._prefill) + (1 if self.rounds > 1 else len(self._verify))
 
     def fit(self, live: np.ndarray) -> Width:
         """The narrowest verify size that holds `live` rows a request (0 for a request that takes no part)."""
@@ -85,7 +87,7 @@ class Programs:
         return self._draft(params, state)
 
     def many(self, rounds: int, params: Any, state: State):
-        """Up to `rounds` rounds on the device: `(state, emitted[rounds, ...], ran, drafted[rounds, b], live)`."""
+        """Up to `rounds` rounds on the device: `(state, (emitted, live rows)[rounds, ...], ran)`."""
         if rounds not in self._many:
             function = functools.partial(step.spec_steps, self.stage, self.widths, rounds)
             self._many[rounds] = _target_program(function)
@@ -125,7 +127,10 @@ class Programs:
         for size in self.sizes:
             state, _ = self.prefill(params, state, 0, 0, size)
             tick(f"prefill {size}")
-        for width in self.widths:
+        if self.rounds > 1:
+            state, _, _ = self.many(self.rounds, params, state)
+            tick(f"{self.rounds} rounds")
+        for width in self.widths if self.rounds == 1 else ():
             state, _ = self.verify(width, params, state)
             tick(f"verify {width.count} rows")
         jax.block_until_ready((state.lengths, live))

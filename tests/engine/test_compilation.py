@@ -70,6 +70,18 @@ def test_nothing_compiles_after_warm_up(drafts, count):
     assert len(used) > 2  # the batches were of several sizes
 
 
+def test_nothing_compiles_after_warm_up_where_rounds_stay_on_the_device():
+    target = toy.LookupTarget(toy.tiny_config(vocab_size=VOCAB)), toy.lookup(VOCAB, by_token=TABLE)
+    drafter = NGram(num_speculative_tokens=2, prompt_lookup_min=1)
+    with count_compilations() as starting:
+        engine = toy.engine(drafter, target=target, batch=2, context=CONTEXT, warmup=True, device_rounds=4)
+    assert starting.events >= engine.programs.count == 4 + 1 + 1
+    with count_compilations() as running:
+        results = engine.generate([[1, 2, 1], [3], [4, 4]], SamplingParams(max_tokens=11))
+    assert [len(r.token_ids) for r in results] == [11, 11, 11]
+    assert running.events == 0
+
+
 def test_without_warm_up_programs_compile_as_they_are_needed():
     target = toy.LookupTarget(toy.tiny_config(vocab_size=4)), toy.lookup(4)
     with count_compilations() as starting:

@@ -62,6 +62,31 @@ def test_run_is_step_without_the_host(alone):
     assert [results[index].spec for index in ids] == [r.spec for r in again]
 
 
+def test_a_loop_that_stays_on_the_device_by_configuration(alone):
+    """Same answers and counters, whether asked for together or streamed; six requests in four rows."""
+    engine, each = tables.engine(TABLE, drafts=drafts()), tables.engine(TABLE, drafts=drafts())
+    expected = each.generate(PROMPTS, PARAMS)
+    try:
+        engine.config = engine.config.model_copy(update={"device_rounds": 5})
+        found = engine.generate(PROMPTS, PARAMS)
+        streamed = [chunk for chunk in engine.stream(PROMPTS[2], PARAMS[2])]
+    finally:
+        engine.config = engine.config.model_copy(update={"device_rounds": 1})
+    assert [r.token_ids for r in found] == alone
+    assert [r.spec for r in found] == [r.spec for r in expected]
+    assert [token for chunk in streamed for token in chunk.token_ids] == alone[2]
+
+
+def test_steps_by_hand_leave_an_open_stream_its_chunks(alone):
+    engine = tables.engine(TABLE, drafts=drafts())
+    stream = engine.stream(PROMPTS[2], PARAMS[2])
+    pieces = list(next(stream).token_ids)
+    engine.step()
+    engine.step()
+    pieces += [token for chunk in stream for token in chunk.token_ids]
+    assert pieces == alone[2]
+
+
 def test_generate_takes_one_or_many(alone):
     engine = tables.engine(TABLE, drafts=drafts())
     assert [r.token_ids for r in engine.generate(PROMPTS, PARAMS)] == alone
