@@ -69,7 +69,7 @@ def test_a_loop_that_stays_on_the_device_by_configuration(alone):
     try:
         engine.config = engine.config.model_copy(update={"device_rounds": 5})
         found = engine.generate(PROMPTS, PARAMS)
-        streamed = [chunk for chunk in engine.stream(PROMPTS[2], PARAMS[2])]
+        streamed = list(engine.stream(PROMPTS[2], PARAMS[2]))
     finally:
         engine.config = engine.config.model_copy(update={"device_rounds": 1})
     assert [r.token_ids for r in found] == alone
