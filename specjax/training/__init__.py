@@ -1,0 +1,1 @@
+"""Training drafters: the target's own answers as data, and trainers that learn from them."""
