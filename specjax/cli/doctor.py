@@ -25,7 +25,6 @@ SIGNS = {
     "AMD GPU": (("kfd",), ("rocm-smi",), (), "install JAX's ROCm plugin for your ROCm version"),
     "TPU": (("accel*",), (), ("TPU_NAME", "TPU_WORKER_ID"), "pip install 'specjax[tpu]'"),
 }
-PALLAS = {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton"), "cpu": ()}
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "transformers")
 
 
@@ -89,13 +88,13 @@ def accelerators(dev: Path) -> list[str]:
 def kernels(platform: str) -> dict[str, str]:
     """The backend that each op of `pallas_kernels` runs on this platform; `reference` is plain JAX."""
     import specjax.pallas_kernels
+    from specjax.pallas_kernels import dispatch
 
     ops = {}
     for root in specjax.pallas_kernels.__path__:
         for folder in sorted(Path(root).iterdir()):
             if (folder / "reference.py").exists():
-                there = [name for name in PALLAS.get(platform, ()) if (folder / f"{name}.py").exists()]
-                ops[folder.name] = " then ".join([*there, "reference"])
+                ops[folder.name] = " then ".join([*dispatch.backends(folder.name, "auto", platform), "reference"])
     return ops
 
 

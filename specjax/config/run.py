@@ -21,6 +21,8 @@ class RunConfig(Strict):
         context: cache slots of each request, prompt and drafts included.
         batch: requests that decode together.
         page_size: tokens of a cache page; None keeps each request in one page.
+        kernels: `auto` takes Pallas kernels where the platform has them and plain JAX elsewhere; `pallas` refuses a
+            platform without; `reference` is plain JAX everywhere; `interpret` simulates kernels, to look for faults.
         accept: the accept rule; `auto` takes the one that fits the drafts.
         draft_sampling: `deterministic` candidates (same seed, same text, with any drafter), or drafts `sampled` from q.
         prefill_chunk: prompt tokens processed at once.
@@ -37,6 +39,7 @@ class RunConfig(Strict):
     context: int = Field(default=2048, ge=2)
     batch: int = Field(default=1, ge=1)
     page_size: int | None = Field(default=None, ge=1)
+    kernels: Literal["auto", "reference", "pallas", "interpret"] = "auto"
     accept: Literal["auto", "tree", "chain", "block", "recursive"] = "auto"
     draft_sampling: Literal["deterministic", "sampled"] = "deterministic"
     prefill_chunk: int = Field(default=256, ge=1)

@@ -22,7 +22,7 @@ from specjax.drafters.base import Context, Features
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.embedding import build_embedding, embed
 from specjax.drafters.layers import apply, layer_params, norm, norm_weight, rotate_heads
-from specjax.pallas_kernels.tree_attention.reference import attend
+from specjax.pallas_kernels.tree_attention.op import attend
 from specjax.targets import rope
 from specjax.targets.layers import project
 

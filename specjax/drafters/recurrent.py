@@ -35,7 +35,7 @@ from specjax.drafters.embedding import build_embedding, embed
 from specjax.drafters.growth import Beam, Children
 from specjax.drafters.head import Head, Scores, build_head
 from specjax.drafters.layers import apply, attention_inputs, layer_params, mlp, norm, norm_weight
-from specjax.pallas_kernels.tree_attention.reference import attend
+from specjax.pallas_kernels.tree_attention.op import attend
 from specjax.targets import rope
 
 SLOT_MULTIPLE = 256  # the reference attention reads whole blocks

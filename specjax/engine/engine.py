@@ -29,6 +29,7 @@ from specjax.engine.scheduler import Scheduler
 from specjax.engine.state import FINISH_REASON, RUNNING, Emitted, State
 from specjax.engine.step import Stage
 from specjax.engine.text import TextStream
+from specjax.pallas_kernels import dispatch
 from specjax.sampling import SamplingParams
 from specjax.targets.decoder import Target, check_taps
 
@@ -80,11 +81,10 @@ class Engine:
         rule = resolve_rule(config.accept, shape, sampled)
         taps = drafter.taps if drafter is not None else ()
         check_taps(target.config, taps)
-        stage = Stage(target=target, drafter=drafter, shape=shape, rule=rule, taps=taps)
+        dispatch.backends("tree_attention", config.kernels, jax.default_backend())  # refuses what there is not
+        stage = Stage(target=target, drafter=drafter, shape=shape, rule=rule, taps=taps, kernels=config.kernels)
         sizes = _prefill_sizes(config.prefill_chunk)
-        self.programs = Programs(
-            stage, config.batch, sizes, config.device_rounds, lambda: self._initial_state(stage)
-        )
+        self.programs = Programs(stage, config.batch, sizes, config.device_rounds, lambda: self._initial_state(stage))
         self._capacity = config.context + max(shape.rows, sizes[-1])
         if config.page_size is None:
             self._row_pages, self._page_slots = 1, -(-self._capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE

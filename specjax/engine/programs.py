@@ -14,6 +14,7 @@ from specjax.engine import step
 from specjax.engine.prefill import Insertion
 from specjax.engine.state import Emitted, State
 from specjax.engine.step import Stage, Width
+from specjax.pallas_kernels.dispatch import Kernels, traced_with
 
 
 def verify_widths(batch: int, rows: int) -> tuple[Width, ...]:
@@ -55,9 +56,13 @@ class Programs:
         self.initial = jax.jit(initial)
         self._insert = jax.jit(entry.insert, donate_argnums=0)
         self._release = jax.jit(functools.partial(entry.release, stage), donate_argnums=0)
-        self._prefill = {size: _target_program(functools.partial(entry.prefill, stage, size)) for size in sizes}
-        self._verify = {w: _target_program(functools.partial(step.verify_commit, stage, w)) for w in self.widths}
-        self._draft = jax.jit(functools.partial(_draft, stage), donate_argnums=1)
+        self._prefill = {
+            size: _target_program(stage.kernels, functools.partial(entry.prefill, stage, size)) for size in sizes
+        }
+        self._verify = {
+            w: _target_program(stage.kernels, functools.partial(step.verify_commit, stage, w)) for w in self.widths
+        }
+        self._draft = jax.jit(traced_with(stage.kernels, functools.partial(_draft, stage)), donate_argnums=1)
         self._many: dict[int, Callable] = {}
 
     @property
@@ -90,7 +95,7 @@ class Programs:
         """Up to `rounds` rounds on the device: `(state, (emitted, live rows)[rounds, ...], ran)`."""
         if rounds not in self._many:
             function = functools.partial(step.spec_steps, self.stage, self.widths, rounds)
-            self._many[rounds] = _target_program(function)
+            self._many[rounds] = _target_program(self.stage.kernels, function)
         return self._many[rounds](params, state)
 
     def chunks(self, length: int) -> list[tuple[int, int]]:
@@ -137,14 +142,14 @@ class Programs:
         return time.perf_counter() - started
 
 
-def _target_program(function: Callable) -> Callable:
+def _target_program(kernels: Kernels, function: Callable) -> Callable:
     """Jit a program that runs the target, its state (second argument) donated.
 
     On a CPU the time goes into the matrix products of a library, and LLVM's higher levels only cost compile time: a
     third of it, for the same step (SmolLM2-135M: 7.6 against 5.1 CPU seconds a program, 55 ms a step either way).
     """
     options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
-    return jax.jit(function, donate_argnums=1, compiler_options=options)
+    return jax.jit(traced_with(kernels, function), donate_argnums=1, compiler_options=options)
 
 
 def _draft(stage: Stage, params: Any, state: State) -> tuple[State, jax.Array]:

@@ -19,6 +19,7 @@ from specjax.draft import Draft, DraftShape, pack
 from specjax.drafters.base import Drafter, Features
 from specjax.engine.accept import accept
 from specjax.engine.state import LENGTH, RUNNING, STOP, Emitted, Logprobs, State
+from specjax.pallas_kernels.dispatch import Kernels
 from specjax.targets.decoder import Target
 
 
@@ -33,6 +34,7 @@ class Stage:
         rule: name of the accept rule, one of `specjax.verify.registry`.
         taps: residual streams that the drafter reads.
         top_logprobs: alternatives reported with logprobs.
+        kernels: as of `RunConfig`.
     """
 
     target: Target
@@ -41,6 +43,7 @@ class Stage:
     rule: str
     taps: tuple[int, ...] = ()
     top_logprobs: int = 20
+    kernels: Kernels = "auto"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from specjax import cache as kv
 from specjax.array_types import Array, Float, Int, pytree
 from specjax.cache import KVCache
 from specjax.draft import Rows
-from specjax.pallas_kernels.tree_attention.reference import tree_attention
+from specjax.pallas_kernels.tree_attention.op import tree_attention
 from specjax.targets import rope
 from specjax.targets.config import DecoderConfig
 from specjax.targets.layers import INIT_STD, Projection, RMSNorm, project, rotate
