@@ -1,10 +1,12 @@
 """The arithmetic of a causal drafter's layer, and its weights from canonical tensors.
 
+Traced tensors do as well as numpy's: training differentiates through the same lines that load a file.
+
 q, k, v (and the output gate) become one matrix, gate and up another. Norm weights stay in float32, with the offset of
 `1 + w` norms added in. Interleaved rotation becomes the half-split one by a permutation of the rows of q and k.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,7 +58,7 @@ def mlp(c: HeadConfig, layer: Mapping[str, Any], x: Float[Array, "b n d"]) -> Fl
 
 def norm_weight(config: HeadConfig, tensors: Mapping[str, np.ndarray], name: str) -> Array:
     """A norm's factor, float32."""
-    weight = np.asarray(tensors[f"{name}.weight"]).astype(np.float32)
+    weight = tensors[f"{name}.weight"].astype(np.float32)
     return jnp.asarray(1 + weight if config.norm_offset else weight)
 
 
@@ -65,18 +67,17 @@ def layer_params(c: HeadConfig, tensors: Mapping[str, np.ndarray], prefix: str, 
 
     def parts(kind: str) -> tuple[np.ndarray, ...]:
         """Rows of q, k, v and the gate, per head `[heads, f, ...]`."""
-        q, k, v = (np.asarray(tensors[f"{prefix}.self_attn.{x}_proj.{kind}"]) for x in "qkv")
+        q, k, v = (tensors[f"{prefix}.self_attn.{x}_proj.{kind}"] for x in "qkv")
         q = q.reshape(c.num_heads, -1, *q.shape[1:])
         k, v = (x.reshape(c.num_kv_heads, -1, *x.shape[1:]) for x in (k, v))
         return (_halves(c, q[:, : c.head_dim]), _halves(c, k), v, q[:, c.head_dim :])
 
     def joined(kind: str) -> Array:
         rows = [x.reshape(-1, *x.shape[2:]) for x in parts(kind)]
-        return jnp.asarray(np.concatenate(rows), dtype)
+        return jnp.asarray(_stack(rows), dtype)
 
     def matrix(*names: str) -> dict:
-        weight = np.concatenate([np.asarray(tensors[f"{prefix}.{name}.weight"]) for name in names])
-        return {"weight": jnp.asarray(weight, dtype)}
+        return {"weight": jnp.asarray(_stack([tensors[f"{prefix}.{name}.weight"] for name in names]), dtype)}
 
     attn, mlp = "self_attn", "mlp"
     layer = {
@@ -92,6 +93,11 @@ def layer_params(c: HeadConfig, tensors: Mapping[str, np.ndarray], prefix: str, 
             weight = norm_weight(c, tensors, f"{prefix}.{attn}.{x}_norm")
             layer[f"{x}_norm"] = _halves(c, weight[None])[0]
     return layer
+
+
+def _stack(parts: Sequence[Any]) -> Any:
+    """Matrices above each other: numpy's stay numpy's (loading), traced ones stay traced (training)."""
+    return parts[0].__array_namespace__().concat(parts)
 
 
 def _halves(c: HeadConfig, rows: Any) -> Any:
