@@ -5,6 +5,8 @@ itself. The mask concerns the draft tile alone: the committed part is a plain lo
 longest live request, so a large cache costs nothing while it is empty.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -28,6 +30,7 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    padded: Callable | None = None,
 ) -> Float[Array, "N h f"]:
     """Attention of packed draft rows over committed slots and their own ancestors.
 
@@ -43,6 +46,7 @@ def tree_attention(
         scale: factor on the scores.
         window: a row at position `i` sees positions `i - window + 1 ... i` only.
         softcap: scores become `softcap * tanh(score / softcap)`.
+        padded: what computes the padded batch in place of `attend`.
 
     Returns:
         Attention outputs in q's dtype; softmax and sums in float32. Padding rows hold finite, meaningless values.
@@ -50,7 +54,7 @@ def tree_attention(
     position = rows.unpack(rows.positions)
     # What unpacking puts behind a request's last row belongs to a neighbour, whose NaN must not reach this one.
     own = jnp.arange(rows.width) < jnp.diff(rows.starts)[:, None]
-    out = attend(
+    out = (padded or attend)(
         rows.unpack(q),
         rows.unpack(k),
         jnp.where(own[:, :, None, None], rows.unpack(v), 0),
