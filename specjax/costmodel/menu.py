@@ -1,0 +1,45 @@
+"""The shapes that are worth a program, by drafter, and the widths of the verify pass."""
+
+from collections.abc import Iterable
+
+from specjax.draft import PLAIN, DraftShape
+
+_CHAINS = {
+    "ngram": (3, 5, 8, 16),
+    "suffix": (3, 5, 8, 16),
+    "eagle3": (1, 2, 3, 5),
+    "mtp": (1, 2, 3),
+    "dflash": (3, 7, 15),
+    "dspark": (3, 5, 7),
+}
+_TREES = {"eagle3": ((3, 4, 8), (5, 4, 16), (7, 4, 32))}  # depth, branching, rows with the root
+
+
+def shapes(kinds: Iterable[str]) -> tuple[DraftShape, ...]:
+    """The menu of some drafters, plain decoding always first.
+
+    Raises:
+        ValueError: a kind without shapes; the known ones are listed.
+    """
+    menu = [PLAIN]
+    for kind in kinds:
+        if kind == PLAIN.kind:
+            continue
+        if kind not in _CHAINS:
+            raise ValueError(f"no shapes are known for a drafter {kind!r}; known kinds are {', '.join(_CHAINS)}")
+        menu += [DraftShape.chain(kind, depth) for depth in _CHAINS[kind]]
+        menu += [DraftShape(kind, *sizes) for sizes in _TREES.get(kind, ())]
+    return tuple(dict.fromkeys(menu))
+
+
+def widths(live: int, rows: int) -> tuple[int, ...]:
+    """Total rows of the verify passes that `live` requests of at most `rows` rows each can choose from, ascending.
+
+    The fullest pass, halved while it holds a root of every request: few programs, none more than twice too wide.
+    """
+    sizes = {live}
+    size = live * rows
+    while size > live:
+        sizes.add(size)
+        size //= 2
+    return tuple(sorted(sizes))
