@@ -95,6 +95,42 @@ def test_learned_drafters_are_read_strictly(text, words, tmp_path):
         config.load(write(tmp_path, f"drafter: {text}"))
 
 
+def test_hybrid_sections(tmp_path):
+    """Its parts are written as `drafter` itself is: a kind, a path, or a section."""
+    for text in ("{kind: hybrid, model: ./head}", "{kind: hybrid, model: {kind: draft_model, model: ./head}}"):
+        hybrid = config.load(write(tmp_path, f"drafter: {text}")).drafter
+        assert (hybrid.model.kind, hybrid.model.model) == ("draft_model", "./head")
+        assert (hybrid.lookup.kind, hybrid.lookup.prompt_lookup_min, hybrid.rows) == ("ngram", 3, None)
+    given = ["drafter=hybrid", "drafter.model=mtp", "drafter.model.topk=2", "drafter.lookup=suffix"]
+    hybrid = config.load(None, [*given, "drafter.lookup.num_speculative_tokens=9"]).drafter
+    assert (hybrid.model.kind, hybrid.model.topk, hybrid.lookup.kind) == ("mtp", 2, "suffix")
+    assert hybrid.num_speculative_tokens == 9
+    with pytest.raises(ConfigError, match=r"context \(8\) must exceed num_speculative_tokens \(9\)"):
+        config.load(None, [*given, "drafter.lookup.num_speculative_tokens=9", "context=8"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{kind: hybrid}", "'drafter.model' is missing"),
+        ("{kind: hybrid, model: ngram}", "unknown model 'ngram'; known kinds: draft_model, eagle3"),
+        ("{kind: hybrid, model: mtp, lookup: mtp}", "unknown lookup 'mtp'; known kinds: ngram, suffix"),
+        ("{kind: hybrid, model: {kind: eagle3, model: x, tpk: 2}}", "unknown key 'drafter.model.tpk'.*mean 'topk'"),
+        ("{kind: hybrid, model: mtp, lookup: {kind: ngram, max_depth: 3}}", "unknown key 'drafter.lookup.max_depth'"),
+        ("{kind: hybrid, model: mtp, rows: 1}", "drafter.rows: .*greater than or equal to 2"),
+        ("{kind: hybrid, model: {topk: 2}}", "'drafter.model' needs a 'kind': draft_model"),
+    ],
+)
+def test_hybrid_sections_are_read_strictly(text, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        config.load(write(tmp_path, f"drafter: {text}"))
+
+
+def test_hybrid_drafts_are_deterministic(tmp_path):
+    with pytest.raises(ConfigError, match="'hybrid' has none"):
+        config.load(write(tmp_path, "draft_sampling: sampled\ndrafter: {kind: hybrid, model: mtp}"))
+
+
 def test_learned_drafters_may_sample(tmp_path):
     text = "draft_sampling: sampled\ndrafter: {kind: dspark, model: x, calibration: [1.0, 2.0]}\n"
     assert config.load(write(tmp_path, text)).drafter.calibration == (1.0, 2.0)

@@ -1,8 +1,9 @@
 """One section a drafter: its kind, and the options that it honours."""
 
-from typing import Annotated, ClassVar, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class ConfigError(ValueError):
@@ -154,9 +155,59 @@ class UBTreeConfig(BlockConfig):
     top_k: int | None = Field(default=None, ge=1)
 
 
-# A new drafter: its options above, and its name in this line.
-_Learned = Eagle3Config | PEagleConfig | MTPConfig | DFlashConfig | DSparkConfig | UBTreeConfig
-AnyDrafter = NoDrafter | NgramConfig | SuffixConfig | DraftModelConfig | _Learned
+class GraftedNgramConfig(NgramConfig):
+    """Prompt lookup beside a model: from three equal tokens on a copy is right more often than a small head's drafts,
+    below that less often.
+    """
 
-DRAFTERS: dict[str, type[DrafterConfig]] = {c.model_fields["kind"].default: c for c in get_args(AnyDrafter)}
+    prompt_lookup_min: int = Field(default=3, ge=1)
+
+
+_Learned = Eagle3Config | PEagleConfig | MTPConfig | DFlashConfig | DSparkConfig | UBTreeConfig
+
+
+class HybridConfig(DrafterConfig):
+    """A copied branch grafted onto a model's drafts, in one tree of at most `rows` verify rows with the root.
+
+    `model` is a section, a kind or a path, as `drafter` itself; `lookup` is `ngram`, `suffix` or a section of these.
+    Without `rows` a model tree keeps its own number, and a model chain gets the branch's beside its own.
+    """
+
+    kind: Literal["hybrid"] = "hybrid"
+    model: Annotated[DraftModelConfig | _Learned, Field(discriminator="kind")]
+    lookup: Annotated[GraftedNgramConfig | SuffixConfig, Field(discriminator="kind")] = GraftedNgramConfig()
+    rows: int | None = Field(default=None, ge=2)
+
+    @field_validator("model", "lookup", mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        return bare_section(value) if isinstance(value, str) else value
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts on the longest path, as far as the configuration says."""
+        drafts = self.model.num_speculative_tokens  # type: ignore[attr-defined]
+        return max(drafts or 0, self.lookup.num_speculative_tokens)
+
+
+# A new drafter: its options above, and its name in this line.
+AnyDrafter = NoDrafter | NgramConfig | SuffixConfig | DraftModelConfig | _Learned | HybridConfig
+
+
+def by_kind(choices: Any) -> dict[str, type[DrafterConfig]]:
+    """The sections of a union by their `kind`."""
+    return {choice.model_fields["kind"].default: choice for choice in get_args(choices)}
+
+
+DRAFTERS = by_kind(AnyDrafter)
 DRAFTER_KINDS = tuple(DRAFTERS)
+
+
+def bare_section(text: str) -> dict[str, str]:
+    """A bare drafter string as a section: one of the kinds, else the path or name of a model.
+
+    What the path holds, a model or a learned drafter, is found out when it is loaded (`engine.drafter.recognised`).
+    """
+    if text not in DRAFTERS and ("/" in text or "\\" in text or Path(text).exists()):
+        return {"kind": "draft_model", "model": text}
+    return {"kind": text}  # where it is none, refused by its name

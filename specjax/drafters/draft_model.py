@@ -1,8 +1,9 @@
 """A small target as drafter: the classic two-model speculation (arXiv 2211.17192), chains, sampled or greedy.
 
-It keeps a dense key/value cache of its own, filled beside the target's at prefill. A draft starts with the last two
-committed tokens (after a fully accepted draft its cache lacks the last draft; writing a row again changes nothing),
-then extends one token at a time.
+It keeps a dense key/value cache of its own, filled beside the target's at prefill. A draft starts with the newest
+committed tokens: two, because after a fully accepted draft the cache lacks the last draft, or as many as a round can
+commit where others' drafts may have been accepted. Writing a row again changes nothing. Then it extends one token at a
+time.
 """
 
 import dataclasses
@@ -31,12 +32,15 @@ class DraftModel:
         sampled: draw drafts from the model's own distribution, with the request's temperature and filters, and return
             it as `q`; otherwise the draft is the model's argmax chain, a function of the context.
         cache_dtype: dtype of its key/value cache, by name.
+        newest: committed tokens that a draft starts with. 2 where only its own drafts are accepted; in a tree with
+            drafts of others, whose keys and values it has not computed, one more than the tree is deep.
     """
 
     model: Target
     num_speculative_tokens: int = 4
     sampled: bool = False
     cache_dtype: str = "float32"
+    newest: int = 2
     kind: str = "draft_model"
     taps: tuple[int, ...] = ()
     wants_hidden: bool = False
@@ -71,12 +75,11 @@ class DraftModel:
     def draft(self, params: Any, state: KVCache, context: Context, shape: DraftShape) -> tuple[Draft, KVCache]:
         batch = context.lengths.shape[0]
         request = jnp.arange(batch)
-        # The first pass covers the last two committed tokens of every request.
-        start = jnp.maximum(context.lengths - 2, 0)
-        pair = start[:, None] + jnp.arange(2, dtype=jnp.int32)
-        hidden, cache = self._pass(params, state, context.tokens[request[:, None], pair], start)
-        newest = jnp.minimum(context.lengths - 1, 1)
-        first, first_q = self._next(params, hidden[request, newest], context, jnp.int32(0))
+        # The first pass covers the newest committed tokens of every request.
+        start = jnp.maximum(context.lengths - self.newest, 0)
+        covered = start[:, None] + jnp.arange(self.newest, dtype=jnp.int32)
+        hidden, cache = self._pass(params, state, context.tokens[request[:, None], covered], start)
+        first, first_q = self._next(params, hidden[request, context.lengths - 1 - start], context, jnp.int32(0))
 
         def extend(carry, depth):
             token, cache = carry

@@ -106,8 +106,8 @@ def grow(
         shape: depth, branching and rows of the tree.
 
     Returns:
-        The tree. Nodes stand in the order in which they joined the pool, so parents come before children and siblings
-        in their own order; nodes without a finite score are padding.
+        The tree, best node first: parents come before children, siblings in their own order, and what is left of a tree
+        cut short is its best part. Nodes without a finite score are padding.
     """
     check_shape(shape)
     k, levels = shape.branching, shape.depth - 1
@@ -162,20 +162,18 @@ def _rerank(
     """Keep the best nodes of the pool and number them anew."""
     batch, size = tokens.shape
     request = jnp.arange(batch)[:, None]
-    best, kept = jax.lax.top_k(scores, shape.rows - 1)
-    kept = jnp.sort(jnp.where(best > -jnp.inf, kept, size), axis=1)  # padding last
-    live = kept < size
-    at = jnp.minimum(kept, size - 1)
-    # A node's number is its rank among the kept ones; of its parent only the place in the pool is known.
-    number = jnp.sum(kept[:, None, :] < parents[request, at][:, :, None], axis=2, dtype=jnp.int32) + 1
-    parent = jnp.where(live & (parents[request, at] >= 0), number, 0)
+    best, kept = jax.lax.top_k(scores, shape.rows - 1)  # of equals the first: parents before children
+    live = best > -jnp.inf
+    number = jnp.zeros((batch, size), jnp.int32).at[request, kept].set(jnp.arange(1, shape.rows, dtype=jnp.int32))
+    above = jnp.take_along_axis(parents, kept, axis=1)  # the parent's place in the pool
+    parent = jnp.where(live & (above >= 0), number[request, jnp.maximum(above, 0)], 0)
     if q is not None:
-        row = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.where(live, run[request, at], -1)], axis=1)
+        row = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), jnp.where(live, run[request, kept], -1)], axis=1)
         # The last level is not run: its nodes have no children, and their q is 0.
         ran = (row >= 0) & (row < q.shape[1])
         q = jnp.where(ran[:, :, None], q[request, jnp.where(ran, row, 0)], 0)
     return Grown(
-        tokens=jnp.concatenate([root[:, None], jnp.where(live, tokens[request, at], 0)], axis=1),
+        tokens=jnp.concatenate([root[:, None], jnp.where(live, tokens[request, kept], 0)], axis=1),
         parents=jnp.concatenate([jnp.full((batch, 1), -1, jnp.int32), parent], axis=1),
         lengths=1 + jnp.sum(live, axis=1, dtype=jnp.int32),
         q=q,

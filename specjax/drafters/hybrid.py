@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from specjax.array_types import Array
 from specjax.draft import Draft, DraftShape, ancestor_matrix, tree
 from specjax.drafters.base import Context, Drafter, Features
+from specjax.drafters.draft_model import DraftModel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,9 +20,9 @@ class Hybrid:
     is one node, and where they part the target's own choice decides.
 
     The rows are shared out like this: the branch of `lookup` first, as far as it has found one (copied text is free to
-    draft and, where it matches at all, often right for long), then the nodes of `model` in the order in which it
-    lists them, as many as fit. A model tree keeps its rows, so a match costs it its last nodes; a model chain and a
-    branch both fit whole. Without a match the draft is the model's.
+    draft and, where enough of it matches, right more often than a small head), then the nodes of `model` in the order
+    in which it lists them, which is best first, as many as fit. A model tree keeps its rows, so a match costs it its
+    worst nodes; a model chain and a branch both fit whole. Without a match the draft is the model's.
 
     `params` and `state` are `{"model": ..., "lookup": ...}`.
 
@@ -29,6 +30,7 @@ class Hybrid:
         model: the drafter with weights; chains or trees, not sampled. A node's children must be different tokens.
         lookup: a drafter of chains that are functions of the context: n-gram or suffix.
         rows: verify rows, the root included; None as above.
+        kind: the name in configs.
     """
 
     model: Drafter
@@ -46,6 +48,8 @@ class Hybrid:
             raise ValueError(f"hybrid: {self.lookup.kind} must not read the target's features, as the lookup drafter")
         if self.rows is not None and self.rows <= self._depth:
             raise ValueError(f"hybrid: rows must be at least {self._depth + 1} to hold a whole path, got {self.rows}")
+        if isinstance(self.model, DraftModel):  # it has not seen what the branch got accepted
+            object.__setattr__(self, "model", dataclasses.replace(self.model, newest=self._depth + 1))
 
     @property
     def _depth(self) -> int:

@@ -16,6 +16,7 @@ _NOT_OPTIONS = ("kind", "taps", "wants_hidden")
 def kinds() -> Mapping[str, type]:
     """The drafters by kind. A new one is one file, and an import and a line here."""
     from specjax.drafters.draft_model import DraftModel
+    from specjax.drafters.hybrid import Hybrid
     from specjax.drafters.ngram import NGram
     from specjax.drafters.suffix import Suffix
 
@@ -23,6 +24,7 @@ def kinds() -> Mapping[str, type]:
         "ngram": NGram,
         "suffix": Suffix,
         "draft_model": DraftModel,
+        "hybrid": Hybrid,
     }
 
 

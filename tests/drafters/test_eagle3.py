@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import blocks, heads, laws, toy
+from support import blocks, laws, toy
 from support.heads import (
-    SMALL_VOCAB,
     VOCAB,
     WIDTH,
     Reference,
@@ -18,7 +17,6 @@ from support.heads import (
     head_config,
     prefilled,
     random_tensors,
-    small_target,
 )
 
 from specjax.draft import DraftShape
@@ -234,7 +232,7 @@ def brute_force_tree(reference: Reference, newest: np.ndarray, tokens, shape: Dr
         pool += grown
         beam = sorted(grown, key=lambda node: -node[1])[: shape.branching]
     order = sorted(range(len(pool)), key=lambda i: -pool[i][1])[: shape.rows - 1]
-    kept = [pool[i][0] for i in sorted(order)]
+    kept = [pool[i][0] for i in order]
     number = {(root,): 0} | {path: i + 1 for i, path in enumerate(kept)}
     return [root] + [path[-1] for path in kept], [-1] + [number[path[:-1]] for path in kept]
 
@@ -360,8 +358,8 @@ def test_an_oracle_is_always_accepted():
 
 def small(dtype=jnp.float32, **options):
     """A random head on the small target: `(drafter, params, target)`."""
-    model, weights = small_target(dtype)
-    config = head_config("eagle3", taps=(0, 1), vocab_size=SMALL_VOCAB, draft_vocab_size=SMALL_VOCAB)
+    model, weights = laws.small_target(dtype)
+    config = head_config("eagle3", taps=(0, 1), vocab_size=laws.SMALL_VOCAB, draft_vocab_size=laws.SMALL_VOCAB)
     drafter, params = learned.build(config, random_tensors(config), model, weights, dtype, **options)
     return drafter, params, (model, weights)
 
@@ -369,11 +367,11 @@ def small(dtype=jnp.float32, **options):
 @pytest.mark.parametrize("options", [{"depth": 4, "branching": 3, "rows": 10}, {"depth": 3, "branching": 1}])
 def test_greedy_text_and_drafts(options):
     """As a tree and as a chain."""
-    heads.check_greedy(*small(**options))
+    laws.check_greedy(*small(**options))
 
 
 def test_bfloat16():
-    heads.check_bfloat16(*small(jnp.bfloat16, depth=3, branching=2, rows=6))
+    laws.check_bfloat16(*small(jnp.bfloat16, depth=3, branching=2, rows=6))
 
 
 @pytest.mark.parametrize(

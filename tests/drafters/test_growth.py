@@ -33,7 +33,7 @@ def reference_tree(score, root: int, shape: DraftShape) -> tuple[list[int], list
         pool += level
         beam = sorted(level, key=lambda node: -node[1])[:k]
     order = sorted(range(len(pool)), key=lambda i: -pool[i][1])[: shape.rows - 1]
-    kept = [pool[i][0] for i in sorted(order) if pool[i][1] > -np.inf]
+    kept = [pool[i][0] for i in order if pool[i][1] > -np.inf]
     number = {(root,): 0} | {path: i + 1 for i, path in enumerate(kept)}
     return [root] + [path[-1] for path in kept], [-1] + [number[path[:-1]] for path in kept]
 

@@ -91,6 +91,8 @@ def test_rows():
     assert Hybrid(model=treed, lookup=lookup).shape.rows == 32
     assert Hybrid(model=treed, lookup=lookup, rows=20).shape.rows == 20
     assert Hybrid(model=treed, lookup=lookup).taps == (0, 1)
+    model = Hybrid(model=DraftModel(model=toy.tiny()[0], num_speculative_tokens=2), lookup=lookup).model
+    assert model.newest == 7  # a round commits six copied drafts and a token of the target's
 
 
 def test_refusals():
@@ -108,19 +110,27 @@ def test_refusals():
             Hybrid(**parts)
 
 
-NGRAM = NGram(num_speculative_tokens=3, prompt_lookup_min=1)
+def draft_model():
+    """Another model of the small target's vocabulary."""
+    model, weights = toy.tiny(vocab_size=laws.SMALL_VOCAB, seed=1)
+    return DraftModel(model=model, num_speculative_tokens=3), weights, laws.small_target()
+
+
+NGRAM = NGram(num_speculative_tokens=4, prompt_lookup_min=1)
 SUFFIX = Suffix(num_speculative_tokens=4, ring=0)
+PARTS = {
+    "n-gram on a tree": (NGRAM, lambda: laws.small("ubtree", options={"tree_budget": 7, "tree_width": 3})),
+    "suffix on a chain": (SUFFIX, lambda: laws.small("dflash")),
+    "n-gram on a draft model": (NGRAM, draft_model),
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("lookup", "family", "options"),
-    [(NGRAM, "dflash", {}), (SUFFIX, "ubtree", {"tree_budget": 7, "tree_width": 3})],
-)
-def test_in_an_engine(lookup, family, options):
-    model, params, target = laws.small(family, options=options)
-    memory = {"model": params, "lookup": ()}
-    laws.check_greedy(Hybrid(model=model, lookup=lookup), memory, target)
+@pytest.mark.parametrize("name", PARTS)
+def test_in_an_engine(name):
+    """Drafts are those of a fresh start: what the branch got accepted is taken in like anything else."""
+    lookup, parts = PARTS[name]
+    model, params, target = parts()
+    laws.check_greedy(Hybrid(model=model, lookup=lookup), {"model": params, "lookup": ()}, target)
 
 
 def test_accepts_what_either_part_would():

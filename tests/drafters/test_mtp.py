@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import heads, toy
+from support import laws, toy
 from support.heads import (
-    SMALL_VOCAB,
     VOCAB,
     WIDTH,
     Reference,
@@ -17,7 +16,6 @@ from support.heads import (
     head_config,
     prefilled,
     random_tensors,
-    small_target,
 )
 
 from specjax.draft import DraftShape
@@ -123,8 +121,8 @@ def test_another_width_than_the_targets_is_refused():
 
 def small(dtype=jnp.float32, **options):
     """A random module on the small target: `(drafter, params, target)`."""
-    model, weights = small_target(dtype)
-    config = head_config("mtp", vocab_size=SMALL_VOCAB, draft_vocab_size=SMALL_VOCAB)
+    model, weights = laws.small_target(dtype)
+    config = head_config("mtp", vocab_size=laws.SMALL_VOCAB, draft_vocab_size=laws.SMALL_VOCAB)
     drafter, params = learned.build(config, random_tensors(config), model, weights, dtype, **options)
     return drafter, params, (model, weights)
 
@@ -132,4 +130,4 @@ def small(dtype=jnp.float32, **options):
 @pytest.mark.parametrize("options", [{}, {"depth": 3, "branching": 2}])
 def test_greedy_text_and_drafts(options):
     """As a chain and as a tree; what the module's own output left behind is never read (trap 16)."""
-    heads.check_greedy(*small(**options))
+    laws.check_greedy(*small(**options))

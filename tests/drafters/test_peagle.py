@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import blocks, heads, laws, toy
+from support import blocks, laws, toy
 from support.heads import (
-    SMALL_VOCAB,
     VOCAB,
     WIDTH,
     Reference,
@@ -17,7 +16,6 @@ from support.heads import (
     head_config,
     prefilled,
     random_tensors,
-    small_target,
 )
 
 from specjax.draft import DraftShape
@@ -108,18 +106,18 @@ def test_fewer_drafts_are_the_first_of_more():
 
 def small(dtype=jnp.float32, **options):
     """A random module on the small target: `(drafter, params, target)`."""
-    model, weights = small_target(dtype)
-    config = peagle_config(taps=(0, 1), vocab_size=SMALL_VOCAB, draft_vocab_size=SMALL_VOCAB)
+    model, weights = laws.small_target(dtype)
+    config = peagle_config(taps=(0, 1), vocab_size=laws.SMALL_VOCAB, draft_vocab_size=laws.SMALL_VOCAB)
     drafter, params = learned.build(config, random_tensors(config), model, weights, dtype, **options)
     return drafter, params, (model, weights)
 
 
 def test_greedy_text_and_drafts():
-    heads.check_greedy(*small())
+    laws.check_greedy(*small())
 
 
 def test_bfloat16():
-    heads.check_bfloat16(*small(jnp.bfloat16))
+    laws.check_bfloat16(*small(jnp.bfloat16))
 
 
 def test_sampled_drafts_follow_the_target():

@@ -23,10 +23,10 @@ def sample(format: str) -> Sample:
     return next(s for s in checkpoints.samples() if s.format == format).copy()
 
 
-def make(section: dict, **run):
+def make(section, **run):
     notes: list[str] = []
     model, params = target()
-    config = RunConfig(drafter=configs.drafter(section), **run)
+    config = RunConfig(drafter=configs.drafter(section) if isinstance(section, dict) else section, **run)
     return *make_drafter(config, model, params, None, "float32", notes.append), notes
 
 
@@ -92,6 +92,24 @@ def test_options_reach_the_drafter(tmp_path):
     drafter, _, notes = make(section)
     assert (drafter.confidence_threshold, drafter.depth, drafter.sampled) == (0.5, 2, False)
     assert any("partial_rotary_factor" in note for note in notes)
+
+
+def test_a_hybrid_of_a_path(tmp_path):
+    """The head that the path holds is found, built with its own defaults or options, and gets the branch beside it."""
+    folder = sample("eagle3-safeailab").write(tmp_path / "head")
+    given = ["drafter=hybrid", f"drafter.model={folder}"]
+    section = recognised(configs.load(None, given)).drafter
+    assert (section.kind, section.model.kind, section.model.model) == ("hybrid", "eagle3", str(folder))
+    drafter, params, notes = make(
+        section.model_copy(update={"model": section.model.model_copy(update={"probe": False})})
+    )
+    assert (drafter.model.kind, drafter.lookup.kind, drafter.lookup.prompt_lookup_min) == ("eagle3", "ngram", 3)
+    assert (drafter.shape.depth, drafter.shape.rows) == (5, 16)
+    assert set(params) == {"model", "lookup"} and params["lookup"] == () and "fc" in params["model"]
+    assert drafter.taps == drafter.model.taps and notes == []
+    given += ["drafter.model.kind=eagle3", "drafter.model.topk=1", "drafter.rows=9", "drafter.lookup=suffix"]
+    drafter, _, _ = make(recognised(configs.load(None, [*given, "drafter.model.probe=false"])).drafter)
+    assert (drafter.model.shape.is_chain, drafter.lookup.kind, drafter.shape.rows) == (True, "suffix", 9)
 
 
 @pytest.mark.slow

@@ -2,18 +2,14 @@
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
-from specjax.draft import Rows
 from specjax.drafters.base import Context, Features
 from specjax.drafters.config import HeadConfig, expected_tensors
-from specjax.sampling import SamplingParams
 from specjax.targets.config import RopeConfig
 from support import toy
 
@@ -266,92 +262,3 @@ def prefilled(drafter, params, tokens, prompt_lengths, features, *, chunk: int, 
                 ),
             )
     return state
-
-
-PROMPTS = ([3, 1, 4, 1, 5], [2], [1, 6, 0, 2, 3, 5, 3, 6, 1, 4, 4, 1, 2, 0, 3, 5, 1, 2, 6, 0, 2])
-SMALL_VOCAB, NEW = 7, 20
-
-
-def small_target(dtype=jnp.float32):
-    """A target of 7 tokens, few enough that the drafts of a random head are right now and then."""
-    model, weights = toy.tiny(vocab_size=SMALL_VOCAB)
-    return model, jax.tree.map(lambda x: x.astype(dtype), weights)
-
-
-@functools.cache
-def _plain_texts():
-    engine = toy.engine(target=small_target(), batch=len(PROMPTS))
-    return [result.token_ids for result in engine.generate(list(PROMPTS), SamplingParams(max_tokens=NEW))]
-
-
-def check_greedy(drafter, params, target) -> None:
-    """A batch of ragged prompts on the small target at temperature 0, some drafts of which are accepted and some not.
-
-    The text is the target's own, and in every round the draft is that of a drafter which meets the committed tokens for
-    the first time, whatever was accepted or rejected before (trap 16).
-    """
-    engine = toy.engine(drafter, params, target, batch=len(PROMPTS))
-    for prompt in PROMPTS:
-        engine.submit(list(prompt), SamplingParams(max_tokens=NEW))
-    fresh = jax.jit(lambda state, row: _fresh_draft(drafter, params, target, state, row))
-    results, accepted = {}, set()
-    while engine.busy:
-        chunks = engine.step()
-        results |= {index: chunk.result for index, chunk in chunks if chunk.result is not None}
-        accepted |= {len(chunk.token_ids) - 1 for _, chunk in chunks}
-        state = engine._state
-        for row in np.flatnonzero(state.active):
-            want = fresh(state, row)
-            room = int(state.limits[row] - state.lengths[row]) if drafter.shape.is_chain else drafter.shape.rows
-            live = max(min(int(want.lengths[0]), room), 1)
-            assert int(state.draft.lengths[row]) == live
-            np.testing.assert_array_equal(state.draft.tokens[row, :live], want.tokens[0, :live])
-            np.testing.assert_array_equal(state.draft.parents[row, :live], want.parents[0, :live])
-    assert [results[index].token_ids for index in range(len(PROMPTS))] == _plain_texts()
-    assert {0, 1} <= accepted and max(accepted) <= drafter.shape.depth
-
-
-def check_bfloat16(drafter, params, target) -> None:
-    """Decoding runs in bfloat16 and fills its budget; rounding may choose between equals, so no text is expected."""
-    assert drafter.dtype == "bfloat16" and drafter.init_state(1, 8).k[0].dtype == jnp.bfloat16
-    engine = toy.engine(drafter, params, target, batch=len(PROMPTS))
-    results = engine.generate(list(PROMPTS), SamplingParams(max_tokens=NEW))
-    assert [len(result.token_ids) for result in results] == [NEW] * len(PROMPTS)
-    assert sum(result.spec.accepted for result in results) > 0
-
-
-def _fresh_draft(drafter, params, target, state, row):
-    """The draft for the committed tokens of `row`, whose features come from one pass of the target over all of them."""
-    model, weights = target
-    size = state.tokens.shape[1]
-    index = jnp.arange(size, dtype=jnp.int32)
-    count = state.lengths[row] - 1
-    rows = Rows(
-        tokens=state.tokens[row],
-        request=jnp.zeros_like(index),
-        node=index,
-        positions=index,
-        slots=index,
-        valid=index < count,
-        ancestors=None,
-        starts=jnp.array([0, size], jnp.int32),
-        width=size,
-    )
-    cache = model.init_cache(1, -(-size // 256) * 256, jax.tree.leaves(weights)[0].dtype)
-    out = model.forward(weights, rows, cache, jnp.zeros((1,), jnp.int32), drafter.taps)
-
-    def features(positions, count, of):
-        return Features(
-            positions=positions[None],
-            count=jnp.reshape(count, (1,)),
-            hidden=out.hidden[of][None] if drafter.wants_hidden else None,
-            taps=None if drafter.wants_hidden else out.taps[of][None],
-        )
-
-    tokens = jnp.pad(state.tokens[row], (0, 1))
-    memory = drafter.init_state(1, size)
-    given = features(index, count, slice(None))
-    memory = drafter.prefill(params, memory, jnp.int32(0), tokens, jnp.int32(0), count, given)
-    alone = jax.tree.map(lambda x: x[row][None], dataclasses.replace(state.context, features=None))
-    newest = features(jnp.reshape(count - 1, (1,)), 1, (count - 1)[None])
-    return drafter.draft(params, memory, dataclasses.replace(alone, features=newest), drafter.shape)[0]

@@ -1,4 +1,4 @@
-"""What must hold of any block drafter in an engine, whatever it drafts."""
+"""What must hold of any drafter in an engine, whatever it drafts."""
 
 import dataclasses
 import functools
@@ -7,89 +7,97 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.draft import Rows
-from specjax.drafters.base import Features
 from specjax.sampling import SamplingParams
-from support import blocks, toy
+from support import blocks, engines, toy
 
 PROMPTS = ([3, 1, 4, 1, 5], [2], [1, 6, 0, 2, 3, 5, 3, 6, 1, 4, 4, 1, 2, 0, 3, 5, 1, 2, 6, 0, 2])
 NEW, SMALL_VOCAB = 24, 7
 
 
+def small_target(dtype=jnp.float32):
+    """A target of 7 tokens, few enough that the drafts of a random drafter are right now and then."""
+    model, weights = toy.tiny(vocab_size=SMALL_VOCAB)
+    return model, jax.tree.map(lambda x: x.astype(dtype), weights)
+
+
 def small(family: str, dtype=jnp.float32, options=None, **changes):
-    """`(drafter, params, target)` on a target of 7 tokens, few enough that random drafts are right now and then."""
-    model, params = toy.tiny(vocab_size=SMALL_VOCAB)
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    """A random block drafter on the small target: `(drafter, params, target)`."""
+    target = small_target(dtype)
     few = {"selector_top_k": 5} if family in ("dflash2", "ubtree") else {}
     config = blocks.head_config(
         family, vocab_size=SMALL_VOCAB, draft_vocab_size=SMALL_VOCAB, mask_token_id=SMALL_VOCAB - 1, **(few | changes)
     )
-    drafter, weights = blocks.build(config, target=(model, params), dtype=dtype, **(options or {}))
-    return drafter, weights, (model, params)
+    drafter, weights = blocks.build(config, target=target, dtype=dtype, **(options or {}))
+    return drafter, weights, target
 
 
 @functools.cache
 def _plain():
-    engine = toy.engine(target=toy.tiny(vocab_size=SMALL_VOCAB), batch=len(PROMPTS))
+    engine = engines.narrow(toy.engine(target=small_target(), batch=len(PROMPTS)))
     return [r.token_ids for r in engine.generate(list(PROMPTS), SamplingParams(max_tokens=NEW))]
 
 
 def check_greedy(drafter, params, target) -> None:
     """A batch of ragged prompts at temperature 0, some drafts of which are accepted and some not.
 
-    The text is the target's own, and in every round the draft is that of a drafter which has seen the committed tokens
-    for the first time, whatever was accepted or rejected before.
+    The text is the target's own, and in every round the draft is that of a drafter which meets the committed tokens for
+    the first time, whatever was accepted or rejected before (trap 16).
     """
-    engine = toy.engine(drafter, params, target, batch=len(PROMPTS))
+    engine = engines.narrow(toy.engine(drafter, params, target, batch=len(PROMPTS)))
+    drafts = _watched(engine)
     for prompt in PROMPTS:
         engine.submit(list(prompt), SamplingParams(max_tokens=NEW))
-    fresh = jax.jit(lambda state, row: _fresh_draft(drafter, params, target, state, row))
-    results, seen = {}, set()
+    results, accepted = {}, set()
     while engine.busy:
         chunks = engine.step()
         results |= {index: chunk.result for index, chunk in chunks if chunk.result is not None}
-        seen |= {len(chunk.token_ids) - 1 for _, chunk in chunks}
-        for row in np.flatnonzero(engine._state.active):
-            _same_draft(engine._state, int(row), fresh(engine._state, row), drafter.shape.is_chain)
+        accepted |= {len(chunk.token_ids) - 1 for _, chunk in chunks}
     assert [results[index].token_ids for index in range(len(PROMPTS))] == _plain()
-    accepted, drafted = (sum(getattr(r.spec, name) for r in results.values()) for name in ("accepted", "drafted"))
-    assert 0 < accepted < drafted and {0, 1} <= seen
+    right, drafted = (sum(getattr(r.spec, name) for r in results.values()) for name in ("accepted", "drafted"))
+    assert 0 < right < drafted and {0, 1} <= accepted
+
+    # Each text again, as a prompt whose first new token is the root: the same programs, a new request.
+    made, met = list(drafts), []
+    drafts.clear()
+    for start in range(0, len(made), len(PROMPTS)):
+        texts = made[start : start + len(PROMPTS)]
+        ids = [engine.submit(list(text[:-1]), SamplingParams(max_tokens=room + 1)) for text, room, *_ in texts]
+        engine.step()
+        for index in ids:
+            engine.abort(index)
+        met += drafts
+        drafts.clear()
+    assert met == made
 
 
-def _same_draft(state, row: int, want, is_chain: bool) -> None:
-    """The draft that stands in the state for `row` is the draft `want` of one request, a chain cut to the budget."""
-    live = int(want.lengths[0])
-    if is_chain:
-        live = max(min(live, int(state.limits[row] - state.lengths[row])), 1)
-    assert int(state.draft.lengths[row]) == live
-    np.testing.assert_array_equal(state.draft.tokens[row, :live], want.tokens[0, :live])
-    np.testing.assert_array_equal(state.draft.parents[row, :live], want.parents[0, :live])
+def _watched(engine) -> list:
+    """What every verify pass is about to check: `(text, room, tokens, parents)` of each request, live nodes only."""
+    seen, verify = [], engine.programs.verify
+
+    def watching(width, params, state):
+        rows = jax.device_get((state.tokens, state.lengths, state.limits, state.draft, state.active))
+        for text, length, limit, draft, active in zip(*rows[:3], _rows(rows[3]), rows[4], strict=True):
+            if active:
+                tokens, parents, live = draft
+                room = int(limit - length)
+                seen.append((tuple(text[:length].tolist()), room, tokens[:live].tolist(), parents[:live].tolist()))
+        return verify(width, params, state)
+
+    engine.programs.verify = watching
+    return seen
 
 
-def _fresh_draft(drafter, params, target, state, row):
-    """The draft for the committed tokens of `row`, whose features come from one pass of the target over all of them."""
-    model, weights = target
-    size = state.tokens.shape[1]
-    index = jnp.arange(size, dtype=jnp.int32)
-    count = state.lengths[row] - 1
-    rows = Rows(
-        tokens=state.tokens[row],
-        request=jnp.zeros_like(index),
-        node=index,
-        positions=index,
-        slots=index,
-        valid=index < count,
-        ancestors=None,
-        starts=jnp.array([0, size], jnp.int32),
-        width=size,
-    )
-    cache = model.init_cache(1, -(-size // 256) * 256, jax.tree.leaves(weights)[0].dtype)
-    out = model.forward(weights, rows, cache, jnp.zeros((1,), jnp.int32), drafter.taps)
-    given = Features(positions=index[None], count=count[None], taps=out.taps[None])
-    tokens = jnp.pad(state.tokens[row], (0, 1))
-    memory = drafter.prefill(params, drafter.init_state(1, size), jnp.int32(0), tokens, jnp.int32(0), count, given)
-    alone = jax.tree.map(lambda x: x[row][None], dataclasses.replace(state.context, features=None))
-    return drafter.draft(params, memory, alone, drafter.shape)[0]
+def _rows(draft):
+    return zip(draft.tokens, draft.parents, draft.lengths, strict=True)
+
+
+def check_bfloat16(drafter, params, target) -> None:
+    """Decoding runs in bfloat16 and fills its budget; rounding may choose between equals, so no text is expected."""
+    assert drafter.dtype == "bfloat16" and drafter.init_state(1, 8).k[0].dtype == jnp.bfloat16
+    engine = engines.narrow(toy.engine(drafter, params, target, batch=len(PROMPTS)))
+    results = engine.generate(list(PROMPTS), SamplingParams(max_tokens=NEW))
+    assert [len(result.token_ids) for result in results] == [NEW] * len(PROMPTS)
+    assert sum(result.spec.accepted for result in results) > 0
 
 
 # ---------------------------------------------------------------- the law of sampled drafts
