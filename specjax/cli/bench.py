@@ -43,6 +43,8 @@ class Bench(flags.EngineFlags):
     """Times that every drafter answers everything."""
     temperature: Annotated[float, flags.text("T")] = 0.0
     """0 takes the most likely token."""
+    no_probe: bool = False
+    """Take the wiring of learned drafters as their files declare it, without trying it on a text of the target."""
     json: Annotated[str | None, flags.text("FILE.json")] = None
     """Write all figures here."""
     plot: Annotated[str | None, flags.text("FILE.png")] = None
@@ -92,8 +94,10 @@ class Bench(flags.EngineFlags):
         if "none" not in names:
             flags.note("added 'none' to the drafters: the ratio to plain needs it")
         own = self.run_config().drafter
-        wanted = [name for name in names if name != "none"]
-        return {"none": NoDrafter()} | {n: own if n == own.kind else config.drafter(n) for n in wanted}
+        wanted = {n: own if n == own.kind else config.drafter(n) for n in names if n != "none"}
+        if self.no_probe:
+            wanted = dict(zip(wanted, flags.unprobed(list(wanted.values())), strict=True))
+        return {"none": NoDrafter()} | wanted
 
     def _check_outputs(self) -> None:
         """Refuse what cannot be written before anything is measured."""

@@ -3,12 +3,13 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from specjax import config
-from specjax.config import RunConfig
+from specjax.config import DrafterConfig, RunConfig
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
@@ -67,6 +68,13 @@ class DrafterFlags(EngineFlags):
     """none, ngram, suffix, another kind, or the path of a draft model or of a learned drafter."""
     speculative_config: Annotated[str | None, text("JSON")] = None
     """The drafter in vLLM's words, e.g. '{"method": "ngram", "num_speculative_tokens": 4}'."""
+    no_probe: bool = False
+    """Take a learned drafter's wiring as its files declare it, without trying it on a text of the target."""
+
+    def run_config(self, drafter: str | dict[str, Any] | None = None) -> RunConfig:
+        """As `EngineFlags.run_config`; ValueError for --no-probe with a drafter that has no wiring."""
+        run = super().run_config(drafter)
+        return run.model_copy(update={"drafter": unprobed([run.drafter])[0]}) if self.no_probe else run
 
     def named_drafter(self) -> str | dict[str, Any] | None:
         """The drafter of these flags, for `run_config`."""
@@ -74,7 +82,7 @@ class DrafterFlags(EngineFlags):
             return self.drafter
         if self.drafter is not None:
             raise ValueError("--drafter and --speculative-config both name a drafter; leave one out")
-        return config.from_speculative_config(self.speculative_config).model_dump()
+        return config.from_speculative_config(self.speculative_config).model_dump(exclude_unset=True)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -124,6 +132,15 @@ class SamplingFlags:
         else:
             values["logit_bias"] = _json_object("--logit-bias", values["logit_bias"])
         return SamplingParams(**values)
+
+
+def unprobed(drafters: Sequence[DrafterConfig]) -> list[DrafterConfig]:
+    """What --no-probe makes of drafters; ValueError if none of them has a wiring to check."""
+    without = [config.without_probe(drafter) for drafter in drafters]
+    if not any(without):
+        kinds = ", ".join(drafter.kind for drafter in drafters) or "none"
+        raise ValueError(f"--no-probe is for learned drafters, whose files declare a wiring; not for: {kinds}")
+    return [new or old for new, old in zip(without, drafters, strict=True)]
 
 
 def load_engine(run: RunConfig, *, quiet: bool) -> "Engine":

@@ -21,6 +21,7 @@ from specjax.config.drafters import (
     PEagleConfig,
     SuffixConfig,
     UBTreeConfig,
+    without_probe,
 )
 from specjax.config.run import RunConfig, drafter, load, make
 from specjax.config.speculative import from_speculative_config
@@ -47,4 +48,5 @@ __all__ = [
     "from_speculative_config",
     "load",
     "make",
+    "without_probe",
 ]

@@ -66,13 +66,15 @@ class SuffixConfig(DrafterConfig):
 class DraftModelConfig(DrafterConfig):
     """A smaller model with the target's vocabulary: `model` is a folder, a GGUF file or a model name.
 
-    Where the folder turns out to hold a learned drafter, that drafter's kind is used, with its own defaults.
+    Where the folder turns out to hold a learned drafter, that drafter's kind is used, with its own defaults; `probe`
+    is for that case alone.
     """
 
     kind: Literal["draft_model"] = "draft_model"
     samples: ClassVar[bool] = True
     model: str
     num_speculative_tokens: int = Field(default=4, ge=1)
+    probe: bool | None = None
 
 
 class LearnedConfig(DrafterConfig):
@@ -211,3 +213,12 @@ def bare_section(text: str) -> dict[str, str]:
     if text not in DRAFTERS and ("/" in text or "\\" in text or Path(text).exists()):
         return {"kind": "draft_model", "model": text}
     return {"kind": text}  # where it is none, refused by its name
+
+
+def without_probe(chosen: DrafterConfig) -> DrafterConfig | None:
+    """The section with its drafter's wiring taken as declared; None where there is no wiring to check."""
+    if isinstance(chosen, HybridConfig):
+        return chosen.model_copy(update={"model": without_probe(chosen.model)})
+    if isinstance(chosen, LearnedConfig | DraftModelConfig):
+        return chosen.model_copy(update={"probe": False})
+    return None

@@ -55,12 +55,8 @@ def _recognised(chosen: DrafterConfig, target: str) -> DrafterConfig:
         return chosen
     family = opened.config.get("speculators_model_type") if format.startswith("speculators") else None
     family = family or next(f for f in ("dflash", "dspark", "eagle3", "peagle", "mtp", "ubtree") if f in format)
-    given = (
-        {"num_speculative_tokens": chosen.num_speculative_tokens}
-        if "num_speculative_tokens" in chosen.model_fields_set
-        else {}
-    )
-    return configs.drafter({"kind": _KINDS.get(family, family), "model": chosen.model, **given})
+    given = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+    return configs.drafter(given | {"kind": _KINDS.get(family, family)})
 
 
 def make_drafter(
@@ -100,6 +96,10 @@ def make_drafter(
     if isinstance(chosen, LearnedConfig):
         return _learned(config, target, target_params, tokenizer, held_dtype(dtype), sampled, note)
     if isinstance(chosen, DraftModelConfig):
+        if options.pop("probe") is not None:
+            raise configs.ConfigError(
+                f"probe checks the wiring of a learned drafter, but {chosen.model} is a whole model: leave it out"
+            )
         options |= _draft_model(options.pop("model"), target, tokenizer, dtype)
         options |= {"sampled": sampled, "cache_dtype": str(held_dtype(dtype))}
         params = options.pop("params")

@@ -55,6 +55,14 @@ def test_figures(prompt_set, engines, capsys):
     assert "as plain's" in out
 
 
+def test_no_probe(prompt_set, engines, capsys):
+    code, _ = run(prompt_set, "--drafters", "ngram,./head,mtp", "--no-probe", "--repeats", "1")
+    assert code == 0
+    assert [getattr(drafter, "probe", None) for drafter in engines.made[0].drafters] == [None, False, False]
+    assert main(["bench", "--prompts", str(prompt_set), "--drafters", "ngram,suffix", "--no-probe"]) == 2
+    assert "--no-probe is for learned drafters, whose files declare a wiring; not for: ngram" in capsys.readouterr().err
+
+
 def test_engines_forget_before_each_repeat_and_warm_up_is_not_counted(prompt_set, engines):
     run(prompt_set, "--repeats", "3", "--drafters", "none")
     engine = engines.made[0]

@@ -59,6 +59,22 @@ def test_prompts_one_object_a_line_in_order(engines, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ["--drafter", "./some/head"],  # what it holds is found out later
+        ["--drafter", "mtp"],
+        ["--speculative-config", '{"method": "eagle3", "model": "x"}'],
+        ["--drafter", "hybrid", "-o", "drafter.model=./some/head"],
+    ],
+)
+def test_no_probe(argv, engines):
+    assert main(["generate", "say hi", *argv, "--no-probe"]) == main(["generate", "say hi", *argv]) == 0
+    drafters = [engine.run.drafter for engine in engines.made]
+    without, by_default = (drafter.model if drafter.kind == "hybrid" else drafter for drafter in drafters)
+    assert without.probe is False and by_default.probe in (None, True)
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         ([], "give a prompt, or --prompts"),
@@ -69,6 +85,7 @@ def test_prompts_one_object_a_line_in_order(engines, capsys, tmp_path):
         (["hi", "--drafter", "ngrm"], "did you mean 'ngram'"),
         (["hi", "-o", "drafter.k=3", "--drafter", "ngram"], "unknown key 'drafter.k'"),
         (["hi", "--drafter", "ngram", "--speculative-config", "{}"], "both name a drafter"),
+        (["hi", "--drafter", "ngram", "--no-probe"], "--no-probe is for learned drafters"),
     ],
 )
 def test_refused_before_anything_loads(argv, words, engines, capsys):

@@ -48,8 +48,9 @@ def test_a_path_is_recognised(format, kind, tmp_path):
     folder = sample(format).write(tmp_path / "head")
     config = recognised(configs.load(None, [f"drafter={folder}"]))
     assert (config.drafter.kind, config.drafter.model) == (kind, str(folder))
-    counted = recognised(configs.load(None, [f"drafter={folder}", "drafter.num_speculative_tokens=2"]))
-    assert counted.drafter.num_speculative_tokens == 2
+    given = [f"drafter={folder}", "drafter.num_speculative_tokens=2", "drafter.probe=false"]
+    drafter = recognised(configs.load(None, given)).drafter
+    assert (drafter.num_speculative_tokens, drafter.probe) == (2, False)
 
 
 def test_a_model_with_a_module_inside_is_one_only_for_itself(tmp_path):
@@ -67,6 +68,11 @@ def test_other_drafters_are_left_alone(tmp_path):
     for drafter in ("none", "ngram", str(plain.write(tmp_path / "plain")), "some/name"):
         config = configs.load(None, [f"drafter={drafter}"])
         assert recognised(config) is config
+
+
+def test_a_whole_model_has_nothing_to_probe():
+    with pytest.raises(ConfigError, match="some/model is a whole model"):
+        make({"kind": "draft_model", "model": "some/model", "probe": False})
 
 
 def test_kind_must_be_that_of_the_files(tmp_path):
