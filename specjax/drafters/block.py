@@ -56,40 +56,68 @@ class Backbone:
         """
         steps = features.positions.shape[1]
         assert features.taps is not None  # the engine gives what `taps` asks for
-        c = apply(params["fc"], features.taps.astype(jnp.dtype(self.dtype)))
-        c = norm(params["hidden_norm"], c, self.config.rms_norm_eps)
+        made = self.context_keys(params, self.context_features(params, features.taps), features.positions)
         live = jnp.arange(steps) < features.count[:, None]
         slot = jnp.where(live, features.positions, state.page_size)  # past the end: dropped
-        turn = self._turn(features.positions)
         keys, values = [], []
-        for layer, k_slots, v_slots in zip(params["layers"], state.k, state.v, strict=True):
-            k, v = self._keys_values(layer, c, turn)
+        for (k, v), k_slots, v_slots in zip(made, state.k, state.v, strict=True):
             for new, slots, into in ((k, k_slots, keys), (v, v_slots, values)):
                 into.append(slots.at[request[:, None], :, slot].set(new, mode="drop"))
         return KVCache(k=tuple(keys), v=tuple(values), table=None)
 
     def hidden(self, params: Any, state: KVCache, context: Context, depth: int) -> Float[Array, "b k d"]:
         """Post-norm hidden rows of the `depth` drafted positions."""
-        c, eps = self.config, self.config.rms_norm_eps
+        c = self.config
         batch, rows = context.lengths.shape[0], depth if c.shifted else depth + 1
         start = jnp.maximum(context.lengths - 1, 0)
         masks = jnp.full((batch, rows - 1), c.mask_token_id, jnp.int32)
         x = embed(c, params["embedding"], jnp.concatenate([root(context)[:, None], masks], axis=1))
         position = start[:, None] + jnp.arange(rows, dtype=jnp.int32)
         committed = jnp.where(context.active, start, 0)
-        turn = self._turn(position)
-        windows = c.windows or (None,) * c.num_layers
-        causal = c.block_causal or tuple(window is not None for window in windows)
+        windows, causal = self.windows, self.causal
 
-        def attention(i, layer, n):
+        def attention(i, q, k, v):
+            seen = jnp.broadcast_to(block_mask(rows, windows[i], causal[i]), (batch, rows, rows))
+            cached = (state.k[i], state.v[i], None, committed, position)
+            return attend(q, k, v, seen, *cached, scale=c.head_dim**-0.5, window=windows[i])
+
+        return self.network(params, x, position, attention)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, None for all positions."""
+        return self.config.windows or (None,) * self.config.num_layers
+
+    @property
+    def causal(self) -> tuple[bool, ...]:
+        """Whether rows of a block see earlier ones only, for each layer."""
+        return self.config.block_causal or tuple(window is not None for window in self.windows)
+
+    def network(
+        self,
+        params: Any,
+        x: Float[Array, "b n d"],
+        position: Int[Array, "b n"],
+        attention: Callable[[int, Array, Array, Array], Float[Array, "b n h f"]],
+    ) -> Float[Array, "b k d"]:
+        """Blocks of embedded rows through the layers: post-norm rows of the drafted positions.
+
+        Args:
+            params: the weights.
+            x: embedding rows, whole blocks.
+            position: rotary position of each row.
+            attention: of layer `i`, from its index and the rows' rotated queries, rotated keys and values; it adds the
+                context by itself.
+        """
+        c, eps = self.config, self.config.rms_norm_eps
+        turn = self._turn(position)
+
+        def attended(i, layer, n):
             q = self._heads(layer, "q", n, c.num_heads)[0]
             if c.qk_norm:
                 q = norm(layer["q_norm"], q, eps)
-            k, v = self._keys_values(layer, n, turn)
-            seen = jnp.broadcast_to(block_mask(rows, windows[i], causal[i]), (batch, rows, rows))
-            cached = (state.k[i], state.v[i], None, committed, position)
-            y = attend(turn(q), k, v, seen, *cached, scale=c.head_dim**-0.5, window=windows[i])
-            return apply(layer["out"], y.reshape(batch, rows, -1))
+            y = attention(i, turn(q), *self._keys_values(layer, n, turn))
+            return apply(layer["out"], y.reshape(*n.shape[:2], -1))
 
         def mlp(layer, n):
             gate, up = jnp.split(apply(layer["gate_up"], n), 2, axis=-1)
@@ -98,13 +126,25 @@ class Backbone:
         for i, layer in enumerate(params["layers"]):
             n = norm(layer["input_norm"], x, eps)
             before, after = self._convolutions(layer.get("attention_conv"), n)
-            x = x + after(attention(i, layer, before(n)))
+            x = x + after(attended(i, layer, before(n)))
             n = norm(layer["mlp_norm"], x, eps)
             before, after = self._convolutions(layer.get("mlp_conv"), n)
             x = x + after(mlp(layer, before(n)))
         hidden = norm(params["norm"], x, eps)
         # In place, row j speaks of its own position: the anchor's row has nothing to say.
         return hidden if c.shifted else hidden[:, 1:]
+
+    def context_features(self, params: Any, taps: Float[Array, "b t e"]) -> Float[Array, "b t d"]:
+        """What every layer makes keys and values of, for processed positions."""
+        c = apply(params["fc"], taps.astype(jnp.dtype(self.dtype)))
+        return norm(params["hidden_norm"], c, self.config.rms_norm_eps)
+
+    def context_keys(
+        self, params: Any, features: Float[Array, "b t d"], position: Int[Array, "b t"]
+    ) -> list[tuple[Array, Array]]:
+        """Keys and values `[b, t, g, f]` of context features, for each layer."""
+        turn = self._turn(position)
+        return [self._keys_values(layer, features, turn) for layer in params["layers"]]
 
     def _keys_values(self, layer: Any, x: Float[Array, "b n d"], turn: Callable[[Array], Array]) -> tuple[Array, Array]:
         """Rotated keys and values `[b, n, g, f]` of normed block rows, or of context features as they are."""
