@@ -78,6 +78,12 @@ class Bench(flags.EngineFlags):
             "repeats": self.repeats,
         }
         found = report.summarise(machine, settings, about, samples)
+        texts = [
+            plain.encode(_first_prompt(next(c for c in conversations if c.category == name))) + sample.ids[0]
+            for name, sample in samples["none"][0].items()
+        ]
+        for drafter in found["drafters"]:
+            drafter["candidate_head"] = _candidate_head(engines[drafter["drafter"]], texts)
         report.show(found)
         if self.json is not None:
             report.write_json(found, Path(self.json))
@@ -148,6 +154,21 @@ def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams
     if about["batch"] == 1:
         return Sample.of_each(results, about)
     return Sample.of_batch(results, elapsed)
+
+
+def _first_prompt(conversation: Conversation) -> list[dict[str, Any]]:
+    return [*conversation.before, {"role": "user", "content": conversation.turns[0]}]
+
+
+def _candidate_head(engine: "Engine", texts: list[list[int]]) -> dict[str, Any] | None:
+    """Recall and time of a drafter's candidate head beside its full one, on what the target made of the prompts."""
+    from specjax.drafters import candidates
+
+    drafter, params = engine.drafter, engine.params["drafter"]
+    if drafter is not None and drafter.kind == "hybrid":
+        drafter, params = drafter.model, params["model"]  # type: ignore[attr-defined]
+    found = candidates.report(drafter, params, engine.target, engine.params["target"], texts, batch=engine.config.batch)
+    return None if found is None else dataclasses.asdict(found)
 
 
 @contextlib.contextmanager

@@ -182,6 +182,10 @@ def show(found: dict[str, Any]) -> None:
         )
     console.print(table)
 
+    for drafter in found["drafters"]:
+        if head := drafter["candidate_head"]:
+            console.print(_candidate_head(drafter["drafter"], head))
+
 
 def write_json(found: dict[str, Any], path: Path) -> None:
     """Write the figures; the file appears whole or not at all."""
@@ -221,6 +225,16 @@ def _atomically(path: Path, write: Callable[[Path], Any]) -> None:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _candidate_head(name: str, head: dict[str, Any]) -> str:
+    """One line about a low-rank candidate head."""
+    shares = ", ".join(f"{share:.3f} of the best {k}" for k, share in head["recall"].items())
+    return (
+        f"{name}: candidate head of rank {head['rank']}, {head['candidates']} of {head['columns']} tokens: "
+        f"{head['candidate_ms']:.2f} ms against {head['full_ms']:.2f} ms of the full head for {head['rows']} rows; "
+        f"recall {shares} over {head['positions']} positions"
+    )
 
 
 def _number(value: float | None, form: str) -> str:

@@ -126,15 +126,28 @@ class BlockDrafter(Backbone, abc.ABC):
                 f"{self.kind} drafts {'trees' if self.drafts_trees else 'chains'} of depth 1 to {self.depth}, but the "
                 f"shape asked for has depth {shape.depth} and branching {shape.branching}"
             )
-        if context.features is not None:
-            everyone = jnp.arange(context.lengths.shape[0], dtype=jnp.int32)
-            state = self.remember(params, state, everyone, context.features)
-        with jax.named_scope("block"):
-            hidden = self.hidden(params, state, context, shape.depth)
+        hidden, state = self._predicting(params, state, context, shape.depth)
         with jax.named_scope("propose"):
             if self.tree == "ddtree":
                 return self._best_first(params, hidden, context, shape), state
             return self.propose(params, hidden, context, shape), state
+
+    def scored(self, params: Any, state: KVCache, context: Context) -> Float[Array, "b k d"]:
+        """The rows that the output head reads."""
+        return self._predicting(params, state, context, self.depth)[0]
+
+    @property
+    def scored_at_once(self) -> int:
+        """Rows of a request that the output head reads at once."""
+        return self.depth
+
+    def _predicting(self, params: Any, state: KVCache, context: Context, depth: int):
+        """The post-norm rows that predict the drafts, and the cache with the newest features."""
+        if context.features is not None:
+            everyone = jnp.arange(context.lengths.shape[0], dtype=jnp.int32)
+            state = self.remember(params, state, everyone, context.features)
+        with jax.named_scope("block"):
+            return self.hidden(params, state, context, depth), state
 
     def finish(self, state: KVCache, row: Array, tokens: Array, prompt_length: Array, length: Array) -> KVCache:
         del row, tokens, prompt_length, length

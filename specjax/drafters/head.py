@@ -234,7 +234,11 @@ def svd_factors(head: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:
     return down, head.astype(np.float32) @ down.T
 
 
-def recall(head: Head, params: Any, hidden: Float[Array, "*rows d"]) -> Float[Array, ""]:
-    """How often the full head's best token is among the candidates, over hidden rows; 1 for a head without them."""
-    found = head.scores(params, hidden).best()
-    return jnp.mean((found == head.full_scores(params, hidden).best()).astype(jnp.float32))
+def recall(head: Head, params: Any, hidden: Float[Array, "*rows d"], k: int = 1) -> Float[Array, ""]:
+    """Of the full head's `k` best tokens, the share that is among the candidates; 1 for a head without them."""
+    if not head.candidates:
+        return jnp.float32(1)
+    best, _ = head.full_scores(params, hidden).top(k)
+    ids = head.scores(params, hidden).ids
+    assert ids is not None
+    return jnp.mean(jnp.any(best[..., :, None] == ids[..., None, :], axis=-1).astype(jnp.float32))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
+from specjax.array_types import Array, Float
 from specjax.cache import KVCache
 from specjax.draft import Draft, DraftShape, chain
 from specjax.drafters.base import Context
@@ -37,11 +38,21 @@ class PEagle(Eagle3):
                 "asked for: lower num_speculative_tokens"
             )
 
-    def draft(self, params: Any, state: KVCache, context: Context, shape: DraftShape) -> tuple[Draft, KVCache]:
+    @property
+    def scored_at_once(self) -> int:
+        return self.shape.depth
+
+    def scored(self, params: Any, state: KVCache, context: Context) -> Float[Array, "b k d"]:
+        return self._predicting(params, state, context, self.shape.depth)[0]
+
+    def _predicting(
+        self, params: Any, state: KVCache, context: Context, depth: int
+    ) -> tuple[Float[Array, "b k d"], KVCache]:
+        """The rows that predict the drafts, after the final norm, and the cache with the newest features."""
         features, token = context.features, self.config.mask_token_id
         assert features is not None and token is not None
         batch, width = features.positions.shape
-        masks = shape.depth - 1
+        masks = depth - 1
         request = jnp.arange(batch)[:, None]
         root = context.lengths - 1
         # Rows with features, then mask rows: their positions go on behind the newest features.
@@ -68,9 +79,12 @@ class PEagle(Eagle3):
         )
         newest = jnp.maximum(features.count - 1, 0)[:, None]
         read = jnp.concatenate([newest, jnp.broadcast_to(width + jnp.arange(masks), (batch, masks))], axis=1)
-        scores = self.head.scores(params["head"], self.normed(params, out[request, read]))
-        state = self.keep(state, tile, features, context)
+        return self.normed(params, out[request, read]), self.keep(state, tile, features, context)
 
+    def draft(self, params: Any, state: KVCache, context: Context, shape: DraftShape) -> tuple[Draft, KVCache]:
+        rows, state = self._predicting(params, state, context, shape.depth)
+        scores = self.head.scores(params["head"], rows)
+        batch, root = rows.shape[0], context.lengths - 1
         if not self.sampled:
             drafts = scores.best()
             return copied_draft(context, drafts, jnp.ones_like(drafts, bool)), state
@@ -80,7 +94,7 @@ class PEagle(Eagle3):
         q = scores.spread(drawn_from, self.head.vocab_size)
         # q at a node is what its child was drawn from; the last node has none.
         q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-        root_token = context.tokens[request, root[:, None]]
+        root_token = jnp.take_along_axis(context.tokens, root[:, None], axis=1)
         lengths = jnp.full((batch,), shape.rows, jnp.int32)
         return chain(jnp.concatenate([root_token, drafts], axis=1), lengths, q), state
 

@@ -9,14 +9,14 @@ which the declaration may be wrong. Another wiring is kept where its drafts agre
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.array_types import Array, Float
+from specjax.array_types import Array, Float, Int
 from specjax.cache import KVCache
 from specjax.draft import chunk
 from specjax.drafters import learned
@@ -128,7 +128,7 @@ def written(target: Target, params: Any, prompt: Sequence[int], taps: tuple[int,
     tokens = jnp.asarray(prompt, jnp.int32)
     cache = target.init_cache(1, _slots(len(prompt) + NEW), dtype)
     tokens = jnp.concatenate([tokens, _write(target, params, cache, tokens)])
-    hidden, streams = _read(target, taps, params, cache, tokens)
+    hidden, streams = read(target, taps, params, cache, tokens)
     each = jnp.split(streams, len(taps), axis=-1) if taps else []
     return Text(np.asarray(tokens), len(prompt), hidden, dict(zip(taps, each, strict=True)))
 
@@ -150,7 +150,7 @@ def _write(target: Target, params: Any, cache: KVCache, tokens: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _read(target: Target, taps: tuple[int, ...], params: Any, cache: KVCache, tokens: Array):
+def read(target: Target, taps: tuple[int, ...], params: Any, cache: KVCache, tokens: Array):
     """Hidden states and taps of every token but the last."""
     out = target.forward(
         params, chunk(tokens[:-1], jnp.int32(0), tokens.shape[0] - 1), cache, jnp.zeros((1,), jnp.int32), taps
@@ -180,12 +180,27 @@ def accepted(
 @functools.partial(jax.jit, static_argnums=0)
 def _drafts(drafter: Any, params: Any, tokens: Array, given: dict[str, Array], roots: Array) -> Array:
     """The chains `[roots, depth]` that a drafter makes after each root, with the features of all tokens before it."""
+    return drafter.draft(params, *at_every_root(drafter, params, tokens, given, roots), drafter.shape)[0].tokens[:, 1:]
+
+
+def at_every_root(
+    drafter: Any, params: Any, tokens: Int[Array, " t"], given: Mapping[str, Array], roots: Int[Array, " b"]
+) -> tuple[Any, Context]:
+    """State and context of a drafter in which every root is a request of its own, its text being the tokens up to it.
+
+    Args:
+        drafter: what drafts.
+        params: its weights.
+        tokens: a text.
+        given: the target's `hidden` states or `taps` of all its tokens but the last.
+        roots: positions of the roots, from 1 on.
+    """
     rows, batch, capacity = tokens.shape[0] - 1, roots.shape[0], _slots(tokens.shape[0])
     positions = jnp.arange(rows, dtype=jnp.int32)[None]
     whole = Features(positions=positions, count=jnp.array([rows]), **{name: x[None] for name, x in given.items()})
     zero = jnp.int32(0)
     state = drafter.prefill(params, drafter.init_state(1, capacity), zero, tokens, zero, jnp.int32(rows), whole)
-    # Every root is a request of its own; what lies past its length it does not read.
+    # What lies past the root's length is not read.
     state = jax.tree.map(lambda x: jnp.repeat(x, batch, axis=0), state)
     newest = {name: x[roots - 1][:, None] for name, x in given.items()}
     context = Context(
@@ -197,7 +212,7 @@ def _drafts(drafter: Any, params: Any, tokens: Array, given: dict[str, Array], r
         sampling=None,  # read by sampled drafts alone
         features=Features(positions=roots[:, None] - 1, count=jnp.ones((batch,), jnp.int32), **newest),
     )
-    return drafter.draft(params, state, context, drafter.shape)[0].tokens[:, 1:]
+    return state, context
 
 
 def _slots(tokens: int) -> int:

@@ -170,6 +170,15 @@ class Recurrent(abc.ABC):
         del row, tokens, prompt_length, length
         return state
 
+    def scored(self, params: Any, state: KVCache, context: Context) -> Float[Array, "b n d"]:
+        """The rows that the output head reads first."""
+        return self.normed(params, self.newest(params, state, context)[0])
+
+    @property
+    def scored_at_once(self) -> int:
+        """Rows of a request that the output head reads at once, at most."""
+        return self.shape.branching
+
     # ---------------------------------------------------------------- parts
 
     def newest(self, params: Any, state: KVCache, context: Context) -> tuple[Float[Array, "b 1 d"], KVCache]:

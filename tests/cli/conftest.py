@@ -19,11 +19,15 @@ class FakeEngine:
         self.asked: list = []
         self.forgot = 0
         self.drafters: list = []
+        self.drafter, self.target, self.params, self.config = None, None, {"target": None, "drafter": None}, run
 
     def with_drafter(self, drafter, *, quiet=True, **overrides):
         self.drafters.append(drafter)
         accepts = {"ngram": 1, "suffix": 3}.get(drafter.kind, 0)
         return FakeEngine(self.run.model_copy(update={"drafter": drafter}), accepts, self.offset)
+
+    def encode(self, prompt):
+        return [ord(letter) for letter in prompt[-1]["content"]]
 
     def reset(self):
         self.forgot += 1

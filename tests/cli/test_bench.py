@@ -1,10 +1,18 @@
 """`specjax bench` and `specjax demo`: the figures, checked against an engine whose speeds are known."""
 
 import json
+from dataclasses import asdict
 
+import jax.numpy as jnp
 import pytest
+from support import heads, toy
 
+from specjax.cli import bench
 from specjax.cli.main import main
+from specjax.drafters import candidates, learned
+from specjax.drafters.candidates import CandidateReport
+from specjax.drafters.hybrid import Hybrid
+from specjax.drafters.ngram import NGram
 
 
 @pytest.fixture
@@ -61,6 +69,37 @@ def test_no_probe(prompt_set, engines, capsys):
     assert [getattr(drafter, "probe", None) for drafter in engines.made[0].drafters] == [None, False, False]
     assert main(["bench", "--prompts", str(prompt_set), "--drafters", "ngram,suffix", "--no-probe"]) == 2
     assert "--no-probe is for learned drafters, whose files declare a wiring; not for: ngram" in capsys.readouterr().err
+
+
+HEAD = CandidateReport(
+    rank=8, candidates=32, columns=500, positions=90, recall={1: 0.97, 4: 0.9}, rows=4, candidate_ms=0.1, full_ms=0.4
+)
+
+
+def test_candidate_heads_are_reported(prompt_set, engines, capsys, monkeypatch):
+    """Along the plain answers to the first prompt of each category; nothing for drafters without such a head."""
+    texts = []
+
+    def report(drafter, params, target, target_params, given, *, batch):
+        texts.append(given)
+        return None if len(texts) == 1 else HEAD
+
+    monkeypatch.setattr(candidates, "report", report)
+    _, found = run(prompt_set, "--drafters", "none,ngram", "--repeats", "1")
+    assert texts[1] == [[ord(letter) for letter in text] for text in ("say hellohello", "say hippopotamushippopotamus")]
+    assert [drafter["candidate_head"] for drafter in found["drafters"]] == [None, json.loads(json.dumps(asdict(HEAD)))]
+    out = " ".join(capsys.readouterr().out.split())
+    assert "ngram: candidate head of rank 8, 32 of 500 tokens: 0.10 ms against 0.40 ms of the full head for 4" in out
+    assert "recall 0.970 of the best 1, 0.900 of the best 4 over 90 positions" in out
+
+
+def test_the_candidate_head_of_a_hybrid():
+    """Is that of its model."""
+    config = heads.head_config("mtp", own_head=True, head_rank=32, head_candidates=4)
+    model, params = learned.build(config, heads.random_tensors(config), *toy.tiny(), jnp.float32)
+    drafter = Hybrid(model=model, lookup=NGram())
+    engine = toy.engine(drafter, {"model": params, "lookup": ()})
+    assert bench._candidate_head(engine, [[1, 2, 3]])["columns"] == toy.VOCAB
 
 
 def test_engines_forget_before_each_repeat_and_warm_up_is_not_counted(prompt_set, engines):
