@@ -4,13 +4,13 @@ import functools
 import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import tyro
 
 from specjax import __version__
-from specjax.cli import bench, convert, demo, doctor, generate
+from specjax.cli import bench, convert, demo, doctor, generate, train
 
 HELP = """Speculative decoding in JAX and Pallas.
 
@@ -19,6 +19,8 @@ HELP = """Speculative decoding in JAX and Pallas.
   specjax generate --drafter ngram "Write a haiku."   text on stdout
   specjax COMMAND --help                              flags and examples of a command
   specjax --version"""
+
+GROUPS = {"train": (train.COMMANDS, train.HELP)}  # commands that have commands
 
 COMMANDS = {
     "generate": (generate.Generate, generate.HELP),
@@ -31,16 +33,24 @@ COMMANDS = {
 
 def parse(argv: Sequence[str]) -> Any:
     """The command of these arguments, ready to `run()`. tyro prints help and usage errors, and exits."""
+    if argv and argv[0] in GROUPS:
+        commands, text = GROUPS[argv[0]]
+        return _parse(argv[1:], commands, f"specjax {argv[0]}", text)
+    groups = {name: (object, text) for name, (_, text) in GROUPS.items()}
+    return _parse(argv, COMMANDS | groups, "specjax", HELP)
+
+
+def _parse(argv: Sequence[str], commands: Mapping[str, tuple[type, str]], prog: str, text: str) -> Any:
     options = {"config": (tyro.conf.FlagCreatePairsOff,)}
-    if argv and argv[0] in COMMANDS:
-        command, text = COMMANDS[argv[0]]
-        return tyro.cli(command, prog=f"specjax {argv[0]}", description=text, args=argv[1:], **options)
+    if argv and argv[0] in commands:
+        command, text = commands[argv[0]]
+        return tyro.cli(command, prog=f"{prog} {argv[0]}", description=text, args=argv[1:], **options)
     # Nothing that can run: only for the list of commands, and for the message about an unknown one.
     listed = [
         Annotated[command, tyro.conf.subcommand(name, description=text.partition("\n")[0])]
-        for name, (command, text) in COMMANDS.items()
+        for name, (command, text) in commands.items()
     ]
-    return tyro.cli(functools.reduce(operator.or_, listed), prog="specjax", description=HELP, args=argv, **options)
+    return tyro.cli(functools.reduce(operator.or_, listed), prog=prog, description=text, args=argv, **options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

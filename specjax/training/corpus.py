@@ -189,7 +189,7 @@ def write_shard(folder: Path, index: int, dialogues: Sequence[Dialogue], vocab_s
         tokens=tokens.astype(_token_dtype(vocab_size)),
         mask=np.packbits(mask),
         lengths=np.array([len(d.tokens) for d in dialogues], np.int32),
-        temperatures=np.array([d.temperature for d in dialogues], np.float32),
+        temperatures=np.array([d.temperature for d in dialogues], np.float64),
         prompts=np.array([d.prompt for d in dialogues], np.uint64),
         numbers=np.array([d.number for d in dialogues], np.int32),
     )

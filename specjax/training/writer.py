@@ -39,6 +39,7 @@ class Writer:
     Attributes:
         manifest: as on disk.
         answer_tokens: of the dialogues so far that are next in order.
+        goal: enough answer tokens.
 
     Raises:
         ValueError: the folder holds the corpus of another target or of another recipe, or something else.
@@ -52,7 +53,7 @@ class Writer:
         answer_tokens: int,
         shard_tokens: int = 65536,
     ):
-        self.folder, self._goal, self._shard_tokens = Path(path), answer_tokens, shard_tokens
+        self.folder, self.goal, self._shard_tokens = Path(path), answer_tokens, shard_tokens
         self.manifest = _opened(self.folder, origin, json.loads(json.dumps(recipe)))
         self._number = self.manifest["tried"]  # all below are in order
         self.answer_tokens = sum(shard["answer_tokens"] for shard in self.manifest["shards"])
@@ -65,7 +66,12 @@ class Writer:
     @property
     def done(self) -> bool:
         """Whether the corpus holds enough."""
-        return self.answer_tokens >= self._goal
+        return self.answer_tokens >= self.goal
+
+    @property
+    def dialogues(self) -> int:
+        """Dialogues so far that are next in order."""
+        return sum(shard["dialogues"] for shard in self.manifest["shards"]) + len(self._next)
 
     def settled(self, number: int) -> bool:
         """Whether the dialogue of this number was added or dropped already."""

@@ -18,7 +18,7 @@ def dialogue(number: int, length: int = 20) -> Dialogue:
     mask = np.zeros(length, bool)
     mask[length // 2 :] = True
     tokens = rng.integers(0, ORIGIN.vocab_size, length).astype(np.int32)
-    return Dialogue(tokens, mask, temperature=0.75 * (number % 2), prompt=int(rng.integers(2**63)), number=number)
+    return Dialogue(tokens, mask, temperature=0.7 * (number % 2), prompt=int(rng.integers(2**63)), number=number)
 
 
 def write(path, numbers, goal=10**9, shard_tokens=50, close=True) -> Writer:
