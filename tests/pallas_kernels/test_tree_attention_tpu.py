@@ -11,16 +11,20 @@ from specjax.pallas_kernels.tree_attention import cases, reference, tpu
 
 SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 REFERENCE = jax.jit(reference.tree_attention, static_argnames=("scale", "window", "softcap"))
-KERNEL = jax.jit(tpu.tree_attention, static_argnames=("scale", "window", "softcap", "interpret"))
+KERNEL = jax.jit(tpu.tree_attention, static_argnames=("scale", "window", "softcap", "interpret", "block"))
 
 
-def run(case, args, interpret=SIMULATED):
-    return np.asarray(KERNEL(*args, interpret=interpret, **case.options), np.float32)
+# Contexts of the cases are several of these; blocks of the default size are longer than most of them.
+BLOCK = 128
 
 
-def check(case):
+def run(case, args, interpret=SIMULATED, block=BLOCK):
+    return np.asarray(KERNEL(*args, interpret=interpret, block=block, **case.options), np.float32)
+
+
+def check(case, block=BLOCK):
     inputs = cases.build(case)
-    got = run(case, inputs.args)[inputs.live]
+    got = run(case, inputs.args, block=block)[inputs.live]
     want = np.asarray(REFERENCE(*inputs.args, **case.options), np.float32)[inputs.live]
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, want, atol=cases.TOLERANCE[case.dtype], rtol=0)
@@ -35,6 +39,7 @@ def test_interpreted_equals_the_reference(case):
 @pytest.mark.parametrize("case", cases.sweep(), ids=lambda case: case.name)
 def test_interpreted_equals_the_reference_everywhere(case):
     check(case)
+    check(case, block=None)
 
 
 def test_copies_may_arrive_early_or_late():

@@ -9,6 +9,7 @@ whose last block alone (with a window, also its first ones) looks at slot number
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +24,16 @@ NEG = reference.NEG
 LANES = 128
 MAX_ROWS = 128  # queries of a request
 MAX_TILE = 512  # keys beside the cache
-BUFFER_BYTES = 2**20  # of one block of keys: long enough a copy to hide its latency
+BUFFER_BYTES = 2**21  # of one block of keys
+PIECE = 256  # slots of one copy of a large page
 VMEM_BYTES = 48 * 2**20  # v5p and 7x have 64 MiB a core
 UNROLL = 8  # groups whose work the scheduler may interleave
+AHEAD = 2  # groups whose scores are computed before they are needed
 
 
-def tree_attention(q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, interpret=False, **options) -> Array:
-    """`reference.tree_attention` on a TPU, with `interpret` as of `attend`."""
-    padded = functools.partial(attend, interpret=interpret)
+def tree_attention(q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, interpret=False, block=None, **options):
+    """`reference.tree_attention` on a TPU, with `interpret` and `block` as of `attend`."""
+    padded = functools.partial(attend, interpret=interpret, block=block)
     return reference.tree_attention(q, k, v, k_pages, v_pages, table, committed, rows, padded=padded, **options)
 
 
@@ -49,15 +52,17 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     interpret: bool | pltpu.InterpretParams = False,
+    block: int | None = None,
 ) -> Float[Array, "b n h f"]:
     """`reference.attend` on a TPU; the tables may hold anything behind a request's last page.
 
-    `interpret` simulates the kernel instead of compiling it, with the defaults or under the parameters given.
+    `interpret` simulates the kernel instead of compiling it, with the defaults or under the parameters given. `block`
+    is about how many slots are worked on at once; the default fills the buffers.
 
     Raises:
         NotImplementedError: more rows, other page sizes or dtypes than the kernel has.
     """
-    shape = _Shape.of(q, k, k_pages, table, window, softcap)
+    shape = _Shape.of(q, k, k_pages, table, window, softcap, block)
     packed = _pack(q * jnp.asarray(scale, q.dtype), k, v, seen, position, shape)
     table = jnp.arange(shape.batch, dtype=jnp.int32) if table is None else table.reshape(-1)
     if interpret is True:
@@ -86,7 +91,7 @@ class _Shape:
     softcap: float | None
 
     @classmethod
-    def of(cls, q: Array, k: Array, pages: Array, table: Array | None, window, softcap) -> "_Shape":
+    def of(cls, q: Array, k: Array, pages: Array, table: Array | None, window, softcap, block) -> "_Shape":
         (batch, width, heads, dim), (_, keys, groups, _) = q.shape, k.shape
         page, dtype = pages.shape[2], pages.dtype
         if not (q.dtype == k.dtype == dtype) or dtype not in (jnp.bfloat16, jnp.float32):
@@ -106,7 +111,7 @@ class _Shape:
             keys=_up(keys, sublanes),
             page=page,
             columns=1 if table is None else table.shape[1],
-            block=_block(page, groups * _up(dim, LANES) * dtype.itemsize),
+            block=_block(page, block or BUFFER_BYTES // (groups * _up(dim, LANES) * dtype.itemsize)),
             dtype=dtype,
             window=window,
             softcap=softcap,
@@ -123,9 +128,9 @@ class _Shape:
         return -(-self.keys // WORD_BITS)
 
     @property
-    def pages(self) -> int:
-        """Pages of a block; 1 where a page holds several blocks."""
-        return max(1, self.block // self.page)
+    def piece(self) -> int:
+        """Slots of one copy: a page, or as many of a large one as divide both it and a block."""
+        return self.page if self.page <= min(PIECE, self.block) else math.gcd(self.page, self.block, PIECE)
 
     @property
     def vmem_bytes(self) -> int:
@@ -153,9 +158,9 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _block(page: int, slot_bytes: int) -> int:
-    """Slots of a block: whole lanes, about `BUFFER_BYTES` of keys, whole pages or a divisor of a page."""
-    most = max(LANES, min(1024, BUFFER_BYTES // slot_bytes // LANES * LANES))
+def _block(page: int, most: int) -> int:
+    """Slots of a block: whole lanes, up to `most` of them, and whole pages or a divisor of a page."""
+    most = max(LANES, min(1024, most // LANES * LANES))
     if page % LANES == 0 and page > most:
         return max(size for size in range(LANES, most + 1, LANES) if page % size == 0)
     whole = math.lcm(page, LANES)
@@ -226,7 +231,9 @@ def _call(shape: _Shape, interpret: bool | pltpu.InterpretParams):
             ],
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=min(s.vmem_bytes * 5 // 4 + 2**21, 60 * 2**20)
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=min(s.vmem_bytes * 5 // 4 + 2**21, 60 * 2**20),
+            disable_bounds_checks=True,  # three quarters of what starting a copy costs; interpreted runs check them all
         ),
         cost_estimate=s.cost,
         interpret=interpret,
@@ -262,25 +269,35 @@ def _kernel(
     length = committed[request]
 
     def copies(request, index, slot, act):
-        """Start, or wait for, the copies of a block into buffer `slot`; only pages with committed slots."""
-        at = request * s.columns + index * s.block // s.page
-        if s.pages == 1:
-            offset = pl.multiple_of(index * s.block % s.page, s.block)
-            for pages, buffer in ((k_pages, k_buffer), (v_pages, v_buffer)):
-                source = pages.at[table[at], :, pl.ds(offset, s.block)]
-                act(pltpu.make_async_copy(source, buffer.at[slot], arrived.at[slot]))
-            return
-        count = jnp.minimum(pl.cdiv(committed[request] - index * s.block, s.page), s.pages)
+        """Start, or wait for, the copies of a block into buffer `slot`; only pieces with committed slots."""
+        count = jnp.minimum(pl.cdiv(committed[request] - index * s.block, s.piece), s.block // s.piece)
+        # A block is several pages, or a page several blocks: no division in the loop either way.
+        column, offset = index * (s.block // s.page), 0
+        if s.page > s.block:
+            column = jax.lax.div(index, jnp.int32(s.page // s.block))
+            offset = pl.multiple_of((index - column * (s.page // s.block)) * s.block, s.block)
+        column += request * s.columns
 
-        def page(i, _):
-            to = pl.ds(pl.multiple_of(i * s.page, s.page), s.page)
+        def piece(i, _):
+            page, source = (
+                (table[column + i], pl.ds(0, s.page)) if s.piece == s.page else (table[column], at(i, offset))
+            )
             for pages, buffer in ((k_pages, k_buffer), (v_pages, v_buffer)):
-                act(pltpu.make_async_copy(pages.at[table[at + i]], buffer.at[slot, :, to], arrived.at[slot]))
+                act(pltpu.make_async_copy(pages.at[page, :, source], buffer.at[slot, :, at(i)], arrived.at[slot]))
 
-        jax.lax.fori_loop(0, count, page, None)
+        jax.lax.fori_loop(0, count, piece, None)
+
+    def at(i, offset=0):
+        return pl.ds(pl.multiple_of(offset + i * s.piece, s.piece), s.piece)
 
     start = functools.partial(copies, act=lambda copy: copy.start())
-    wait = functools.partial(copies, act=lambda copy: copy.wait())
+
+    def wait(index, slot, whole):
+        if not whole:
+            copies(request, index, slot, lambda copy: copy.wait())
+            return
+        for buffer in (k_buffer, v_buffer):  # at once, by its size
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], arrived.at[slot]).wait()
 
     def start_next(slot):
         """Start the next request's first block, if it has one."""
@@ -305,7 +322,7 @@ def _kernel(
         start_next(turn[0])
 
     draft_seen = _unpack_words(meta, s)
-    _each_group(s, lambda g: _start_group(s, g, q, k, v, draft_seen, top, total, acc))
+    _each_group(s, lambda g, _: _start_group(s, g, q, k, v, draft_seen, top, total, acc))
 
     def add_block(index, _, masked):
         slot = turn[0]
@@ -318,7 +335,7 @@ def _kernel(
         def _():
             start_next(1 - slot)
 
-        wait(request, index, slot)
+        wait(index, slot, whole=not masked)
         turn[0] = 1 - slot
         seen = below = None
         if masked:
@@ -329,40 +346,44 @@ def _kernel(
                 seen = seen & (slots > meta[:, 0:1] - s.window)
             below = number + jax.lax.broadcasted_iota(jnp.int32, (s.block, s.dim), 0) < length
 
-        def group(g):
+        def score(g):
             scores = _scores(s, q[g], k_buffer[slot, g])
+            return jnp.where(seen, scores, NEG) if masked else scores
+
+        def add(g, scores):
             values = v_buffer[slot, g]
-            if masked:
-                # A weight of 0 does not stop a NaN.
-                scores, values = jnp.where(seen, scores, NEG), jnp.where(below, values, 0).astype(s.dtype)
+            # A weight of 0 does not stop a NaN.
+            values = jnp.where(below, values, 0).astype(s.dtype) if masked else values
             _add_group(s, g, scores, values, top, total, acc)
 
-        _each_group(s, group)
+        _each_group(s, add, score)
 
     if s.window is not None:
         jax.lax.fori_loop(first, whole, functools.partial(add_block, masked=True), None)
     jax.lax.fori_loop(whole, full, functools.partial(add_block, masked=False), None)
     jax.lax.fori_loop(jnp.maximum(whole, full), end, functools.partial(add_block, masked=True), None)
 
-    def finish(g):
+    def finish(g, _):
         out[g] = (acc[g] / jnp.sum(total[g], axis=1, keepdims=True)).astype(s.dtype)
 
     _each_group(s, finish)
 
 
-def _each_group(shape: _Shape, body) -> None:
-    """`body(g)` for every group, `UNROLL` of them side by side."""
+def _each_group(shape: _Shape, body: Callable, ahead: Callable = lambda g: None) -> None:
+    """`body(g, ahead(g))` for every group; `ahead` of the next ones is computed before, to fill latencies."""
     inner = max(n for n in range(1, UNROLL + 1) if shape.groups % n == 0)
-    if inner == shape.groups:
-        for g in range(inner):
-            body(g)
-        return
 
     def several(i, _):
-        for j in range(inner):
-            body(i * inner + j)
+        groups = [i * inner + j for j in range(inner)]
+        made = [ahead(g) for g in groups[:AHEAD]]
+        for j, g in enumerate(groups):
+            made += [ahead(g) for g in groups[j + AHEAD : j + AHEAD + 1]]
+            body(g, made[j])
 
-    jax.lax.fori_loop(0, shape.groups // inner, several, None)
+    if inner == shape.groups:
+        several(0, None)
+    else:
+        jax.lax.fori_loop(0, shape.groups // inner, several, None)
 
 
 def _unpack_words(meta, shape: _Shape) -> Array:
