@@ -1,6 +1,6 @@
 """A corpus: dialogues that a target wrote, on disk and in memory.
 
-A folder holds `manifest.json`, compressed shards of dialogues (`shard-00000.npz`), and, while one is being written,
+A folder holds `manifest.json`, compressed shards of dialogues (`shard-*.npz`), and, while one is being written,
 `pending.jsonl`: finished dialogues that are in no shard yet. Shards and manifest appear whole or not at all, so a
 process may be killed at any moment; the shards that the manifest names are the corpus.
 """
@@ -193,14 +193,16 @@ def write_shard(folder: Path, index: int, dialogues: Sequence[Dialogue], vocab_s
         prompts=np.array([d.prompt for d in dialogues], np.uint64),
         numbers=np.array([d.number for d in dialogues], np.int32),
     )
-    data, name = buffer.getvalue(), f"shard-{index:05d}.npz"
+    data = buffer.getvalue()
+    digest = hashlib.sha256(data).hexdigest()
+    name = f"shard-{index:05d}-{digest[:8]}.npz"  # never that of a shard that the manifest names and that it replaces
     write_whole(folder / name, data)
     return {
         "file": name,
         "dialogues": len(dialogues),
         "tokens": len(tokens),
         "answer_tokens": int(mask.sum()),
-        "sha256": hashlib.sha256(data).hexdigest(),
+        "sha256": digest,
     }
 
 

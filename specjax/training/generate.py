@@ -114,13 +114,11 @@ class Progress:
 
 @dataclasses.dataclass
 class _Job:
-    """A dialogue under way: the ids so far, which of them are the target's, and what is still to be said."""
+    """A dialogue under way: what the user says, the ids so far and which of them are the target's."""
 
     number: int
     turns: tuple[str, ...]
     before: list[dict[str, Any]]
-    stem: str | None = None  # of a prompt that is being written
-    fault: str | None = None
     ids: list[int] = dataclasses.field(default_factory=list)
     mask: list[bool] = dataclasses.field(default_factory=list)
     turn: int = 0
@@ -153,7 +151,14 @@ def generate(
 
 
 class _Run:
-    def __init__(self, engine, writer, recipe, held_out, report):
+    def __init__(
+        self,
+        engine: Engine,
+        writer: Writer,
+        recipe: DataRecipe,
+        held_out: Collection[str],
+        report: Callable[[Progress], None],
+    ):
         if engine.tokenizer is None:
             raise ValueError("dialogues need a tokenizer with a chat template")
         if engine.config.context < recipe.context:
@@ -163,9 +168,11 @@ class _Run:
         self.frame = UserTurn.of(self.tokenizer) if recipe.given is None else None
         self.kept = writer.kept()
         self.seen: set[int] = set()
-        self.jobs: dict[int, _Job] = {}  # by request
-        self.undecided: dict[int, _Job] = {}  # prompts that are there and wait for those before them
-        self.open = 0
+        self.writing: dict[int, tuple[int, str]] = {}  # number and stem of prompts that are being written, by request
+        self.answering: dict[int, _Job] = {}  # by request
+        # Prompts that wait for those before them; or why they are dropped; or None: settled by an earlier run.
+        self.undecided: dict[int, _Job | str | None] = {}
+        self.open = 0  # dialogues under way
         self.next_number = self.next_decision = 0
         self.progress = Progress(goal=writer.goal, answer_tokens=writer.answer_tokens)
 
@@ -177,13 +184,15 @@ class _Run:
                 if not self.engine.busy:
                     break
                 for index, chunk in self.engine.step():
-                    job = self.jobs.get(index)
-                    if job is not None:  # a request may have been given up in the middle of its chunks
-                        self.take(index, job, chunk.token_ids, chunk.result)
+                    self.progress.decoded += len(chunk.token_ids)
+                    if index in self.answering:
+                        self.take(index, self.answering[index], chunk.token_ids, chunk.result)
+                    elif index in self.writing and chunk.result is not None:
+                        self.written(*self.writing.pop(index), chunk.result)
                 self.progress.seconds = time.perf_counter() - started
                 self.report(self.progress)
         finally:
-            for index in list(self.jobs):
+            for index in (*self.writing, *self.answering):
                 self.engine.abort(index)
         return self.progress
 
@@ -202,35 +211,46 @@ class _Run:
                 chosen = self.recipe.given[number]
                 self.decide(number, _Job(number, tuple(chosen.turns), [dict(m) for m in chosen.before]))
                 continue
-            stem = stems.stem(self.recipe.seed, number)
-            opening = [*self.frame.opening, *self.tokenizer.encode(stem, add_special_tokens=False)]
-            params = SamplingParams(
-                max_tokens=self.recipe.prompt_tokens,
-                temperature=self.recipe.prompt_temperature,
-                min_p=self.recipe.prompt_min_p,
-                seed=self.seed(number, 0),
-                stop=self.frame.stop,
-                stop_token_ids=self.frame.stop_ids,
-            )
-            self.jobs[self.engine.submit(opening, params)] = _Job(number, (), [], stem=stem)
+            self.write(number)
+
+    def write(self, number: int) -> None:
+        """Have the target write a prompt."""
+        assert self.frame is not None, "there are given prompts"
+        stem = stems.stem(self.recipe.seed, number)
+        params = SamplingParams(
+            max_tokens=self.recipe.prompt_tokens,
+            temperature=self.recipe.prompt_temperature,
+            min_p=self.recipe.prompt_min_p,
+            seed=self.seed(number, 0),
+            stop=self.frame.stop,
+            stop_token_ids=self.frame.stop_ids,
+        )
+        opening = [*self.frame.opening, *self.tokenizer.encode(stem, add_special_tokens=False)]
+        self.writing[self.engine.submit(opening, params)] = (number, stem)
+
+    def written(self, number: int, stem: str, result: Result) -> None:
+        """The target has written a prompt, or has not come to its end."""
+        text = (stem + result.text).strip()
+        reason = "unfinished" if result.finish_reason == "length" else prompts.fault(text)
+        self.decide(number, reason or _Job(number, (text,), []))
 
     def has_more(self) -> bool:
         return self.recipe.given is None or self.next_number < len(self.recipe.given)
 
-    def decide(self, number: int, job: _Job | None) -> None:
-        """A prompt is there (None: it was settled by an earlier run): filter all that are next in order."""
-        self.undecided[number] = job
+    def decide(self, number: int, found: _Job | str | None) -> None:
+        """Filter the prompts that are next in order, now that this one is there."""
+        self.undecided[number] = found
         while self.next_decision in self.undecided:
-            number, job = self.next_decision, self.undecided.pop(self.next_decision)
+            number, found = self.next_decision, self.undecided.pop(self.next_decision)
             self.next_decision += 1
-            if job is None:
+            if found is None:
                 if number in self.kept:
                     self.seen.add(self.kept[number])
                 continue
-            reason = job.fault or self.refuses(job)
-            if reason is None:
-                self.ask(job)
-            else:
+            reason = found if isinstance(found, str) else self.refuses(found)
+            if isinstance(found, _Job) and reason is None:
+                self.ask(found)
+            elif reason is not None:
                 self.open -= 1
                 self.progress.dropped[reason] = self.progress.dropped.get(reason, 0) + 1
                 self.writer.drop(number, reason)
@@ -261,16 +281,10 @@ class _Run:
             max_tokens=self.recipe.answer_tokens, temperature=temperature, seed=self.seed(job.number, 1 + job.turn)
         )
         job.answer, job.watch = [], prompts.LoopWatch()
-        self.jobs[self.engine.submit(job.ids, params)] = job
+        self.answering[self.engine.submit(job.ids, params)] = job
 
     def take(self, index: int, job: _Job, tokens: Sequence[int], result: Result | None) -> None:
-        """Tokens of a request."""
-        self.progress.decoded += len(tokens)
-        if job.stem is not None:
-            if result is not None:
-                del self.jobs[index]
-                self.written(job, result)
-            return
+        """Tokens of an answer."""
         looped = False
         for token in tokens:
             job.answer.append(token)
@@ -280,16 +294,9 @@ class _Run:
         if looped and result is None:
             self.engine.abort(index)
         if looped or result is not None:
-            del self.jobs[index]
+            del self.answering[index]
             self.progress.looped += looped
             self.answered(job, None if looped else result)
-
-    def written(self, job: _Job, result: Result) -> None:
-        """The target has written a prompt."""
-        text = (job.stem + result.text).strip()
-        job.stem, job.turns = None, (text,)
-        job.fault = "unfinished" if result.finish_reason == "length" else prompts.fault(text)
-        self.decide(job.number, job)
 
     def answered(self, job: _Job, result: Result | None) -> None:
         """An answer is complete (no result: it was cut); go on with the next turn, or keep the dialogue."""

@@ -1,6 +1,7 @@
 """Writes a corpus: in order, in whole shards, and so that nothing finished is lost when the process dies."""
 
 import dataclasses
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,8 @@ class Writer:
         goal: enough answer tokens.
 
     Raises:
-        ValueError: the folder holds the corpus of another target or of another recipe, or something else.
+        ValueError: the folder holds the corpus of another target or of another recipe, or something else, or another
+            process is writing it.
     """
 
     def __init__(
@@ -54,10 +56,18 @@ class Writer:
         shard_tokens: int = 65536,
     ):
         self.folder, self.goal, self._shard_tokens = Path(path), answer_tokens, shard_tokens
-        self.manifest = _opened(self.folder, origin, json.loads(json.dumps(recipe)))
+        self._lock = _lock(self.folder)
+        try:
+            self.manifest = _opened(self.folder, origin, json.loads(json.dumps(recipe)))
+        except BaseException:
+            os.close(self._lock)
+            raise
         self._number = self.manifest["tried"]  # all below are in order
         self.answer_tokens = sum(shard["answer_tokens"] for shard in self.manifest["shards"])
-        self._next: list[Dialogue] = []  # in order, and in no shard yet
+        self._shards = list(self.manifest["shards"])  # full ones
+        self._next: list[Dialogue] = []  # in order, and in no full shard yet
+        if self._shards and self._shards[-1]["tokens"] < shard_tokens:
+            self._next = read_shard(self.folder, self._shards.pop(), self._vocab_size)
         self._dropped = dict(self.manifest["dropped"])
         self._waiting = dict(_read_journal(self._journal, self._number))
         self._rewrite_journal()
@@ -71,7 +81,7 @@ class Writer:
     @property
     def dialogues(self) -> int:
         """Dialogues so far that are next in order."""
-        return sum(shard["dialogues"] for shard in self.manifest["shards"]) + len(self._next)
+        return sum(shard["dialogues"] for shard in self._shards) + len(self._next)
 
     def settled(self, number: int) -> bool:
         """Whether the dialogue of this number was added or dropped already."""
@@ -79,7 +89,7 @@ class Writer:
 
     def kept(self) -> dict[int, int]:
         """The digest of the prompt of every dialogue that was added, by its number."""
-        sealed = (d for shard in self.manifest["shards"] for d in read_shard(self.folder, shard, self._vocab_size))
+        sealed = (d for shard in self._shards for d in read_shard(self.folder, shard, self._vocab_size))
         waiting = (d for d in self._waiting.values() if isinstance(d, Dialogue))
         return {d.number: d.prompt for group in (sealed, self._next, waiting) for d in group}
 
@@ -93,9 +103,11 @@ class Writer:
 
     def close(self) -> None:
         """Write the dialogues that are next in order into a last, short shard; what came early waits unless `done`."""
-        self._write_shard()
+        if self._number > self.manifest["tried"]:
+            self._write_manifest()
         if self.done or not self._waiting:
             self._journal.unlink(missing_ok=True)
+        os.close(self._lock)
 
     # ---------------------------------------------------------------- inside
 
@@ -126,17 +138,20 @@ class Writer:
                 self._next.append(what)
                 self.answer_tokens += int(what.mask.sum())
             if sum(len(d.tokens) for d in self._next) >= self._shard_tokens:
-                self._write_shard()
+                self._write_manifest()
+                self._shards, self._next = self.manifest["shards"], []
 
-    def _write_shard(self) -> None:
-        if self._number == self.manifest["tried"]:
-            return
-        shards = list(self.manifest["shards"])
+    def _write_manifest(self) -> None:
+        """Write what is next in order as a shard, in the place of a short one, and then the manifest that names it."""
+        shards = list(self._shards)
         if self._next:
             shards.append(write_shard(self.folder, len(shards), self._next, self._vocab_size))
         self.manifest |= {"tried": self._number, "dropped": self._dropped, "shards": shards}
         write_whole(self.folder / MANIFEST, (json.dumps(self.manifest, indent=2) + "\n").encode())
-        self._next = []
+        named = {shard["file"] for shard in shards}
+        for path in self.folder.glob("shard-*"):
+            if path.name not in named:
+                path.unlink()
         self._rewrite_journal()
 
     def _rewrite_journal(self) -> None:
@@ -147,6 +162,18 @@ class Writer:
 class _Dropped:
     number: int
     reason: str
+
+
+def _lock(folder: Path) -> int:
+    """Make the folder, and keep other writers out of it until the descriptor is closed or the process ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ValueError(f"{folder} is being written by another process: wait for it, or stop it") from None
+    return descriptor
 
 
 def _opened(folder: Path, origin: Origin, recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,9 +187,8 @@ def _opened(folder: Path, origin: Origin, recipe: Mapping[str, Any]) -> dict[str
             faults = "; ".join(f"{k}: {old.get(k)!r} there, {recipe.get(k)!r} now" for k in changed)
             raise ValueError(f"{folder} was begun in another way ({faults}): repeat its options or name another folder")
         return manifest
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if any(folder.iterdir()):
         raise ValueError(f"{folder} exists and holds no corpus; name a folder that does not exist yet")
-    folder.mkdir(parents=True, exist_ok=True)
     manifest = {"format": FORMAT, "origin": dataclasses.asdict(origin), "recipe": recipe}
     manifest |= {"tried": 0, "dropped": {}, "shards": []}
     write_whole(folder / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import numpy as np
 import pytest
@@ -30,7 +31,14 @@ def write(path, numbers, goal=10**9, shard_tokens=50, close=True) -> Writer:
             writer.add(dialogue(number))
     if close:
         writer.close()
+    else:
+        die(writer)
     return writer
+
+
+def die(writer: Writer):
+    """All that the end of a process does for a writer: its lock is gone."""
+    os.close(writer._lock)
 
 
 def assert_holds(corpus: Corpus, numbers):
@@ -72,6 +80,7 @@ def test_a_killed_writer_loses_nothing(tmp_path, dies_after):
     with open(tmp_path / "b" / "pending.jsonl", "a") as journal:  # as if cut while a line was written
         journal.write('{"tokens": [1, 2')
     writer = Writer(tmp_path / "b", ORIGIN, RECIPE, 10**9, shard_tokens=50)
+    die(writer)
     assert all(writer.settled(number) == (number in order[:dies_after]) for number in order)
     added = [number for number in order[:dies_after] if number % 5 != 4]
     assert writer.kept() == {number: dialogue(number).prompt for number in added}
@@ -82,9 +91,26 @@ def test_a_killed_writer_loses_nothing(tmp_path, dies_after):
 def test_killed_between_shard_and_manifest(tmp_path):
     write(tmp_path / "a", range(4))
     write(tmp_path / "b", range(2), close=False)
-    (tmp_path / "b" / "shard-00000.npz").write_bytes(b"of the run that died")
+    (tmp_path / "b" / "shard-00000-12345678.npz").write_bytes(b"of the run that died")
     write(tmp_path / "b", range(2, 4))
     assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_a_stopped_writer_leaves_no_traces(tmp_path):
+    """A short shard is taken up again: stopping changes neither shards nor manifest of the whole."""
+    write(tmp_path / "a", range(12))
+    for numbers in ([0, 2], [1, 3, 4], [], [6, 5, 7, 8, 9], [10, 11]):
+        write(tmp_path / "b", numbers)
+        Corpus.open(tmp_path / "b")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+
+
+def test_two_writers_are_refused(tmp_path):
+    writer = Writer(tmp_path / "c", ORIGIN, RECIPE, 100)
+    with pytest.raises(ValueError, match="being written by another process"):
+        Writer(tmp_path / "c", ORIGIN, RECIPE, 100)
+    writer.close()
+    Writer(tmp_path / "c", ORIGIN, RECIPE, 100).close()
 
 
 def test_enough_is_reached_in_order(tmp_path):
@@ -139,17 +165,18 @@ def test_foreign_and_damaged_folders_are_refused(tmp_path):
         Writer(tmp_path, ORIGIN, RECIPE, 100)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     write(tmp_path / "c", range(3))
-    shard = tmp_path / "c" / "shard-00000.npz"
+    (shard,) = (tmp_path / "c").glob("shard-00000-*.npz")
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="shard-00000.npz is damaged"):
+    with pytest.raises(ValueError, match="npz is damaged"):
         Corpus.open(tmp_path / "c")
     shard.unlink()
     with pytest.raises(ValueError, match="is incomplete"):
         Corpus.open(tmp_path / "c")
-    manifest = tmp_path / "c" / "manifest.json"
+    write(tmp_path / "d", range(3))
+    manifest = tmp_path / "d" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 9'))
     with pytest.raises(ValueError, match="corpus format 9, and this specjax reads 1"):
-        Corpus.open(tmp_path / "c")
+        Corpus.open(tmp_path / "d")
 
 
 def test_split_is_stable():

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import json
+import os
 
 import numpy as np
 import pytest
@@ -38,7 +39,11 @@ def write(folder, recipe=RECIPE, goal=GOAL, held_out=frozenset(), dies_after=Non
             raise Killed
 
     writer = Writer(folder, ORIGIN, recipe.describe(), goal, shard_tokens=250)
-    progress = generate(engine(), writer, recipe, held_out, report)
+    try:
+        progress = generate(engine(), writer, recipe, held_out, report)
+    except Killed:
+        os.close(writer._lock)  # all that the end of a process does for it
+        raise
     writer.close()
     return progress
 
@@ -106,7 +111,9 @@ def test_a_killed_run_goes_on_to_the_same_corpus(whole, tmp_path, rounds):
     with pytest.raises(Killed):
         write(tmp_path / "c", dies_after=rounds)
     assert not engine().busy
-    before = list(Writer(tmp_path / "c", ORIGIN, RECIPE.describe(), GOAL, 250).kept())
+    writer = Writer(tmp_path / "c", ORIGIN, RECIPE.describe(), GOAL, 250)
+    before = list(writer.kept())
+    os.close(writer._lock)
     second = write(tmp_path / "c")
     assert second.dialogues + len(before) >= len(holds(whole[0]))
     assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == {
