@@ -37,6 +37,7 @@ SHOW_HELP = """Show what a corpus holds, and some of its dialogues.
 
   specjax train show corpus
   specjax train show corpus --dialogues 10 --seed 3
+  specjax train show corpus --held-out configs/prompts/heldout.jsonl
 
 Text that the target wrote as the assistant, on which a drafter is trained, stands between the marks << and >>."""
 
@@ -151,14 +152,17 @@ class Show(flags.CommonFlags):
     """Dialogues to print, drawn at random."""
     seed: Annotated[int, flags.text("N")] = 0
     """Which ones."""
+    held_out: Annotated[str | None, flags.text("FILE.jsonl")] = None
+    """Prompts that must not be in it; exit code 1 if one is."""
     target: Annotated[str | None, flags.text("MODEL")] = None
     """Whose tokenizer shows them, if the target is found under another name now."""
 
     def run(self) -> int:
-        """Print; 0."""
+        """Print; 0, or 1 if a prompt stands in it that must not."""
         import numpy as np
 
         from specjax.training.corpus import Corpus, Origin, read_manifest
+        from specjax.training.prompts import overlap
         from specjax.weights.load import load_checkpoint
 
         manifest = read_manifest(Path(self.corpus))
@@ -168,12 +172,17 @@ class Show(flags.CommonFlags):
         print("by temperature: " + ", ".join(f"{t:g}: {n:,}" for t, n in _by_temperature(corpus).items()))
         print(f"dropped: {manifest['dropped'] or 'none'} of {manifest['tried']:,} tried")
         print("recipe: " + ", ".join(f"{key} {value}" for key, value in manifest["recipe"].items()))
+        found = []
+        if self.held_out is not None:
+            sets = [c.turns for c in prompts.read(self.held_out)]
+            found = overlap(corpus, sets)
+            print(f"held out: {len(found)} of its prompts are among the {len(sets)} of {self.held_out}")
         chosen = np.random.default_rng(self.seed).permutation(len(corpus))[: self.dialogues]
         for i in chosen.tolist():
             tokens, mask = corpus[i]
             print(f"\n--- dialogue {corpus.dialogues[i].number}, temperature {corpus.dialogues[i].temperature:g}")
             print(marked(checkpoint.tokenizer, tokens, mask))
-        return 0
+        return 1 if found else 0
 
 
 def marked(tokenizer: Any, tokens: Any, mask: Any) -> str:

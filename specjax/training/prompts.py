@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from specjax.training.corpus import Corpus
+
 MAX_PERIOD = 64  # longest phrase, in tokens, whose repetition counts as a loop
 LOOP_REPEATS = 4
 LOOP_TOKENS = 32
@@ -105,3 +107,11 @@ def _refuse(path: Path, evidence: str, name: str) -> None:
 def held_out(sets: Iterable[Sequence[str]]) -> frozenset[str]:
     """The normalised turns of prompts that no corpus may hold."""
     return frozenset(normalise(turn) for turns in sets for turn in turns)
+
+
+def overlap(corpus: Corpus, sets: Iterable[Sequence[str]]) -> list[int]:
+    """Numbers of the dialogues whose prompt is one of these, as a whole or as a single turn."""
+    barred = set()
+    for turns in sets:
+        barred |= {digest(turns), *(digest([turn]) for turn in turns)}
+    return [d.number for d in corpus.dialogues if d.prompt in barred]

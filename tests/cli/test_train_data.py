@@ -117,6 +117,16 @@ def test_show(run, capsys):
         assert f"<u>a:<<{said}>>" in part
 
 
+def test_show_finds_held_out_prompts(run, capsys, tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "say it"}\n{"prompt": "do it"}\n')
+    (tmp_path / "later.jsonl").write_text('{"turns": ["DO it!", "and then?"]}\n{"turns": ["more"]}\n')
+    run(*DATA, "--tokens", "9999", "--prompts", "mine.jsonl")
+    assert run("show", "c", "--held-out", "heldout.jsonl") == 0
+    assert "held out: 0 of its prompts" in capsys.readouterr().out
+    assert run("show", "c", "--held-out", "later.jsonl") == 1
+    assert "held out: 1 of its prompts are among the 2 of later.jsonl" in capsys.readouterr().out
+
+
 def test_another_target_is_refused(run, capsys, monkeypatch):
     run(*DATA, "--tokens", "20", "--prompt-tokens", "60")
     monkeypatch.setattr(Origin, "of", lambda checkpoint: dataclasses.replace(ORIGIN, target_digest="z"))
