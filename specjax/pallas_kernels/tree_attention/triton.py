@@ -27,9 +27,11 @@ MIN_TILE = 16  # of each side of a product
 TILE_BYTES = 2**14  # of one block of keys
 
 
-def tree_attention(q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, interpret=False, **options) -> Array:
-    """`reference.tree_attention` on a GPU, with `interpret` as of `attend`."""
-    padded = functools.partial(attend, interpret=interpret)
+def tree_attention(
+    q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, splits=None, interpret=False, **options
+) -> Array:
+    """`reference.tree_attention` on a GPU, with `splits` and `interpret` as of `attend`."""
+    padded = functools.partial(attend, splits=splits, interpret=interpret)
     return reference.tree_attention(q, k, v, k_pages, v_pages, table, committed, rows, padded=padded, **options)
 
 
@@ -100,7 +102,8 @@ class _Shape:
             raise ValueError(f"a cache of one page a request needs {batch} pages here, got {pages.shape[0]}")
         page, columns = pages.shape[2], 1 if table is None else table.shape[1]
         packed = heads // groups * width
-        queries = min(max(pl.next_power_of_2(packed), MIN_TILE), 128 if dim * dtype.itemsize <= 256 else 64)
+        most = 32 if dtype == jnp.float32 else 128 if dim <= 128 else 64
+        queries = min(max(pl.next_power_of_2(packed), MIN_TILE), most)
         block = max(32, min(128, TILE_BYTES // pl.next_power_of_2(dim * dtype.itemsize)))
         programs = batch * groups * pl.cdiv(packed, queries)
         return cls(
@@ -126,6 +129,11 @@ class _Shape:
         return self.heads // self.groups
 
     @property
+    def warps(self) -> int:
+        """Warps of a program: more where sums and keys would not fit the registers of four."""
+        return 8 if self.dim * self.dtype.itemsize > 256 or self.queries > 64 else 4
+
+    @property
     def rows(self) -> int:
         """Query rows times heads."""
         return self.batch * self.width * self.heads
@@ -138,7 +146,9 @@ class _Shape:
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """Start and size of pieces of a head, powers of two, the largest first."""
-        sizes = [1 << bit for bit in reversed(range(self.dim.bit_length())) if self.dim >> bit & 1]
+        most = 32 if self.dtype == jnp.float32 else 256
+        sizes = [most] * (self.dim // most)
+        sizes += [1 << bit for bit in reversed(range(most.bit_length())) if self.dim % most >> bit & 1]
         return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
     @property
@@ -165,7 +175,7 @@ def _call(shape: _Shape, interpret: bool):
         name="tree_attention",
         out_shape=out,
         grid=(pl.cdiv(s.ratio * s.width, s.queries), s.groups * s.splits, s.batch),
-        compiler_params=pltriton.CompilerParams(num_warps=4 if s.queries <= 64 else 8),
+        compiler_params=pltriton.CompilerParams(num_warps=s.warps),
         cost_estimate=s.cost,
         interpret=interpret,
     )
