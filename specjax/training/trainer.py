@@ -1,0 +1,372 @@
+"""The loop: sample, step, look at the held-out slice now and then, save, and go on from there.
+
+Everything random is a function of the seed and the step, and what a step computes depends on its number and the state
+alone; so a run that was stopped goes on to the same numbers. (A run of so many minutes cannot: its rates follow the
+clock. It keeps the minutes that it has used.)
+"""
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from specjax.drafters.config import HeadConfig
+from specjax.targets.decoder import Target
+from specjax.training import calibrate, evaluate, features, optimizer, warm_start
+from specjax.training.corpus import Corpus
+from specjax.training.objective import Objective, Sample
+from specjax.training.packing import Packed, pack, rows_of_step
+from specjax.training.recipe import Recipe, head_config
+from specjax.training.vocabulary import Chooser
+
+HELD_OUT_ANCHORS = 16  # of a packed row, when a block drafter is looked at
+KEPT = 2  # checkpoints
+
+
+@dataclasses.dataclass
+class State:
+    """What a checkpoint holds.
+
+    Attributes:
+        trained: the tensors, float32, by canonical name.
+        optimizer: the optimiser's state.
+        scale: of the taps, for a block drafter (see `warm_start.tap_scale`).
+        step: steps done.
+        seconds: of training, over all sittings.
+    """
+
+    trained: dict[str, Any]
+    optimizer: Any
+    scale: Any
+    step: int = 0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """A line of the metrics: one step, and the held-out slice where it was looked at."""
+
+    step: int
+    tokens: int
+    seconds: float
+    progress: float
+    rate: float
+    loss: float
+    loss_by_slot: list[float]
+    agreement: list[float]
+    tokens_per_s: float
+    held_out: dict[str, Any] | None = None
+
+
+class Trainer:
+    """A training run.
+
+    Args:
+        recipe: what to do.
+        target: the model.
+        params: its arrays, in the dtype of products.
+        corpus: what it wrote.
+        out: folder of the run: checkpoints, metrics, features.
+        resume: go on with the run in `out`.
+        start: tensors to start from where names and shapes agree, instead of a warm start.
+        note: is told what is being prepared.
+
+    Raises:
+        ValueError: `out` holds a run and `resume` is not set, or the other way round; or the run there has another
+            recipe or another corpus.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        target: Target,
+        params: Any,
+        corpus: Corpus,
+        out: Path,
+        *,
+        resume: bool = False,
+        start: dict[str, np.ndarray] | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ):
+        self.recipe, self.target, self.out = recipe, target, Path(out)
+        train, held = corpus.split(recipe.held_out, recipe.seed)
+        self.packed, self.held = pack(train, recipe.length), pack(held, recipe.length).some(recipe.evaluate_rows)
+        vocab = target.config.vocab_size
+        counts = np.bincount(self.packed.tokens[self.packed.mask], minlength=vocab)
+        seen = np.bincount(self.packed.tokens[self.packed.segments > 0], minlength=vocab)
+        self.chooser = Chooser(counts=counts, size=recipe.vocabulary)
+        self.config: HeadConfig = head_config(recipe, target.config, seen)
+        self.objective = Objective(recipe, self.config, target, str(jax.tree.leaves(params)[0].dtype))
+        # What the loss reads of the target; its layers too where a step makes the features itself.
+        self._shared = {name: params[name] for name in ("embedding", "norm", "head") if name in params}
+        self._params = params
+        self._manager = _Checkpoints(self.out / "checkpoints")
+        self._identify(resume)
+        note(f"{len(self.packed)} rows of {recipe.length} tokens, {int(self.packed.mask.sum())} to learn")
+        self._store = self._features(note) if recipe.features == "cache" else None
+        self.state = self._restored() if resume else self._fresh(start, note)
+        self._optimizer = optimizer.build(recipe, self.state.trained, self.objective.dtype)
+        if self.state.optimizer is None:
+            self.state.optimizer = jax.jit(self._optimizer.init)(self.state.trained)
+        self._step = jax.jit(
+            functools.partial(_step, self.objective, self._optimizer), donate_argnames=("trained", "optimizer_state")
+        )
+        self.hits = jax.jit(functools.partial(_hits, self.objective))
+
+    # ---------------------------------------------------------------- running
+
+    @property
+    def progress(self) -> float:
+        """The share of the run that is done."""
+        r, s = self.recipe, self.state
+        if r.steps is not None:
+            return s.step / r.steps
+        if r.tokens is not None:
+            return s.step * r.batch * r.length / r.tokens
+        assert r.minutes is not None
+        return s.seconds / (60 * r.minutes)
+
+    def run(self, report: Callable[[Progress], None], stopped: Callable[[], bool] = lambda: False) -> bool:
+        """Train to the end of the run, or until `stopped`, and save.
+
+        Args:
+            report: is told of every step.
+            stopped: is asked after every step.
+
+        Returns:
+            Whether the run is complete.
+        """
+        r = self.recipe
+        log = _Log(self.out / "metrics.jsonl", self.state.step)
+        before, started = self.state.seconds, perf_counter()
+        while self.progress < 1 and not stopped():
+            began = perf_counter()
+            progress = self.progress
+            rate = optimizer.rate(progress, r.warmup)
+            metrics = self.step(rate)
+            step = self.state.step
+            look = step % r.evaluate_every == 0 or step == 1
+            held = dataclasses.asdict(self.acceptance()) if look else None
+            self.state.seconds = before + perf_counter() - started
+            if self.progress >= 1 and held is None:
+                held = dataclasses.asdict(self.acceptance())
+            line = Progress(
+                step=step,
+                tokens=step * r.batch * r.length,
+                seconds=round(self.state.seconds, 2),
+                progress=round(min(self.progress, 1.0), 5),
+                rate=rate,
+                loss=float(metrics["loss"]),
+                loss_by_slot=np.asarray(metrics["loss_by_slot"]).round(5).tolist(),
+                agreement=np.asarray(metrics["agreement"]).round(5).tolist(),
+                tokens_per_s=round(r.batch * r.length / (perf_counter() - began), 1),
+                held_out=held,
+            )
+            log.add(line)
+            report(line)
+            if step % r.save_every == 0:
+                self.save()
+        self.save()
+        return self.progress >= 1
+
+    def step(self, rate: float) -> dict[str, Any]:
+        """One step at `rate` parts of the peak rates; its loss and what each slot reached."""
+        s = self.state
+        sample = self.sample(s.step)
+        params = self._shared if sample.features is not None else self._params
+        s.trained, s.optimizer, metrics = self._step(
+            trained=s.trained,
+            optimizer_state=s.optimizer,
+            scale=s.scale,
+            target_params=params,
+            sample=sample,
+            rate=jnp.float32(rate),
+        )
+        s.step += 1
+        return jax.device_get(metrics)
+
+    def sample(self, step: int) -> Sample:
+        """What a step reads: a function of its number."""
+        r = self.recipe
+        rows = rows_of_step(len(self.packed), r.batch, step, r.seed)
+        batch = self.packed.batch(rows)
+        rng = np.random.default_rng((r.seed, 1, step))
+        return Sample(
+            batch=batch,
+            features=None if self._store is None else self._store.batch(rows),
+            columns=self.chooser.columns(batch.tokens, rng),
+            anchors=self.objective.anchors(batch, rng, r.anchors),
+        )
+
+    def acceptance(self, packed: Packed | None = None, keep: Callable[[Any], None] = lambda hits: None):
+        """`Acceptance` on the held-out slice or on other rows; `keep` is handed the hits of each batch."""
+        state = (self.state.trained, self.state.scale, self._params)
+        packed = self.held if packed is None else packed
+        batch = min(self.recipe.batch, len(self.held))
+        return evaluate.acceptance(self.objective, self.hits, state, packed, batch, HELD_OUT_ANCHORS, keep)
+
+    def calibration(self) -> list[float]:
+        """Temperatures of DSpark's confidence head, fitted on the held-out slice; empty for another family."""
+        if not self.config.confidence:
+            return []
+        hits: list[Any] = []
+        self.acceptance(keep=hits.append)
+        valid = np.concatenate([np.asarray(x.valid) for x in hits])
+        logits, hit = (np.concatenate([np.asarray(getattr(x, n)) for x in hits]) for n in ("confidence", "hit"))
+        return calibrate.fit(logits[valid], hit[valid])
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        """The drafter's own tensors as they are now, float32."""
+        return jax.device_get(self.objective.folded(self.state.trained, self.state.scale))
+
+    def save(self) -> None:
+        """Write a checkpoint, unless the newest one is of this step."""
+        self._manager.save(self.state)
+
+    # ---------------------------------------------------------------- preparing
+
+    def _identify(self, resume: bool) -> None:
+        """See that the folder holds this run, or none; write what the run is."""
+        about = {"recipe": self.recipe.model_dump(mode="json"), "corpus": self.packed.digest()}
+        path = self.out / "run.json"
+        if not path.exists():
+            if resume:
+                raise ValueError(f"{self.out} holds no run that could be resumed")
+            if self.out.exists() and any(self.out.iterdir()):
+                raise ValueError(f"{self.out} is not empty; name a folder that does not exist yet")
+            self.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(about, indent=2) + "\n")
+            return
+        if not resume:
+            raise ValueError(f"{self.out} holds a run already: resume it, or name another folder")
+        found = json.loads(path.read_text())
+        if found["corpus"] != about["corpus"]:
+            raise ValueError(
+                f"the run in {self.out} was made on other data: a corpus that has grown needs a new run, which may "
+                "start from this run's drafter"
+            )
+        other = {k for k in about["recipe"] if found["recipe"].get(k) != about["recipe"][k]}
+        if other:
+            raise ValueError(f"the run in {self.out} has another {', '.join(sorted(other))}: resume it as it is")
+
+    def _features(self, note: Callable[[str], None]) -> features.Store:
+        taps = self.config.taps
+        need = features.size(self.packed, self.target.config.hidden_size, taps)
+        note(f"features of {self.packed.tokens.size} tokens: {need / 1e9:.2f} GB in {self.out / 'features'}")
+
+        def progress(done: int, total: int) -> None:
+            if done == total or done % (self.recipe.batch * 16) == 0:
+                note(f"features: {done} of {total} rows")
+
+        folder, batch = self.out / "features", self.recipe.batch
+        return features.fill(folder, self.packed, self.target, self._params, taps, batch, progress)
+
+    def _fresh(self, start: dict[str, np.ndarray] | None, note: Callable[[str], None]) -> State:
+        r, args = self.recipe, (self.config, self.target, self._params, self.packed)
+        rows = 0 if start is not None else r.warm_rows
+        note(
+            "starting from the target" if rows else "starting at random" if start is None else "starting from a drafter"
+        )
+        trained = warm_start.initial(*args, rows, r.seed, r.batch)
+        scale = warm_start.tap_scale(*args, max(r.warm_rows // 4, 1)) if self.objective.is_block else np.float32(1)
+        if start is not None:
+            own = {name: x for name, x in start.items() if name in trained and trained[name].shape == x.shape}
+            if self.objective.is_block and "fc.weight" in own:
+                own["fc.weight"] = own["fc.weight"] * scale
+            note(f"{len(own)} of {len(trained)} tensors are taken over")
+            trained |= {name: np.asarray(x, np.float32) for name, x in own.items()}
+        return State(trained=jax.tree.map(jnp.asarray, trained), optimizer=None, scale=jnp.asarray(scale))
+
+    def _restored(self) -> State:
+        trained = warm_start.random(self.config, self._params, self.recipe.seed)
+        width = len(self.config.taps) * self.target.config.hidden_size
+        scale = np.ones((width,), np.float32) if self.objective.is_block else np.float32(1)
+        opt = jax.eval_shape(optimizer.build(self.recipe, trained, self.objective.dtype).init, trained)
+        shape = State(trained=trained, optimizer=opt, scale=scale)
+        return self._manager.restore(shape)
+
+
+def _step(objective, optimiser, *, trained, optimizer_state, scale, target_params, sample, rate):
+    """One update; see `Trainer.step`."""
+    with jax.named_scope("features"):
+        given = objective.features(target_params, sample)
+    grad = jax.value_and_grad(objective.loss, has_aux=True)
+    (loss, metrics), grads = grad(trained, scale, target_params, sample, given)
+    with jax.named_scope("update"):
+        updates, optimizer_state = optimiser.update(grads, optimizer_state, trained)
+        trained = optax.apply_updates(trained, jax.tree.map(lambda u: rate * u, updates))
+    return trained, optimizer_state, metrics | {"loss": loss}
+
+
+def _hits(objective, trained, scale, target_params, sample):
+    return objective.hits(trained, scale, target_params, sample, objective.features(target_params, sample))
+
+
+class _Checkpoints:
+    """Numbered checkpoints in a folder, each complete or not there; the newest ones are kept."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder.absolute()
+
+    def steps(self) -> list[int]:
+        """Steps that there are checkpoints of, ascending."""
+        return sorted(int(p.name) for p in self.folder.glob("*") if p.name.isdigit()) if self.folder.is_dir() else []
+
+    def save(self, state: State) -> None:
+        if state.step in self.steps():
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with ocp.StandardCheckpointer() as writer:
+            writer.save(self.folder / str(state.step), _tree(state))
+        for old in self.steps()[:-KEPT]:
+            shutil.rmtree(self.folder / str(old))
+
+    def restore(self, shape: State) -> State:
+        """The newest checkpoint, into the structure of `shape`."""
+        if not (steps := self.steps()):
+            raise ValueError(f"{self.folder} has no checkpoint: the run ended before it saved one; start it anew")
+        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _tree(shape))
+        with ocp.StandardCheckpointer() as reader:
+            tree = reader.restore(self.folder / str(steps[-1]), wanted)
+        tree = jax.tree.map(jnp.asarray, tree)
+        return State(
+            trained=tree["trained"],
+            optimizer=tree["optimizer"],
+            scale=tree["scale"],
+            step=int(tree["step"]),
+            seconds=float(tree["seconds"]),
+        )
+
+
+def _tree(state: State) -> dict[str, Any]:
+    return {
+        "trained": state.trained,
+        "optimizer": state.optimizer,
+        "scale": state.scale,
+        "step": np.asarray(state.step, np.int32),
+        "seconds": np.asarray(state.seconds, np.float32),
+    }
+
+
+class _Log:
+    """`metrics.jsonl`: a line a step; what a stopped run wrote past its checkpoint is taken out."""
+
+    def __init__(self, path: Path, step: int):
+        self._path = path
+        if path.exists():
+            lines = [x for x in path.read_text().splitlines() if json.loads(x)["step"] <= step]
+            path.write_text("".join(f"{x}\n" for x in lines))
+
+    def add(self, line: Progress) -> None:
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(dataclasses.asdict(line)) + "\n")
