@@ -70,6 +70,10 @@ def holds(folder) -> list[tuple]:
     ]
 
 
+def files(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
 def test_a_run_reaches_its_goal(whole):
     folder, progress = whole
     corpus = Corpus.open(folder, ORIGIN)
@@ -116,11 +120,21 @@ def test_a_killed_run_goes_on_to_the_same_corpus(whole, tmp_path, rounds):
     os.close(writer._lock)
     second = write(tmp_path / "c")
     assert second.dialogues + len(before) >= len(holds(whole[0]))
-    assert {p.name: p.read_bytes() for p in (tmp_path / "c").iterdir()} == {
-        p.name: p.read_bytes() for p in whole[0].iterdir()
-    }
+    assert files(tmp_path / "c") == files(whole[0])
     if rounds == 90:
         assert before and second.dialogues < whole[1].dialogues  # what was there is not written again
+
+
+def test_a_killed_run_remembers_its_prompts(tmp_path):
+    """Greedy prompts repeat themselves: what an earlier run has kept must still count as said."""
+    recipe = dataclasses.replace(RECIPE, prompt_temperature=0.0)
+    whole = write(tmp_path / "a", recipe)
+    assert whole.dropped["duplicate"] > 3
+    for rounds in (110, 70):
+        with pytest.raises(Killed):
+            write(tmp_path / "b", recipe, dies_after=rounds)
+    write(tmp_path / "b", recipe)
+    assert files(tmp_path / "b") == files(tmp_path / "a")
 
 
 def test_a_longer_run_goes_on(whole, tmp_path):
