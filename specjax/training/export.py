@@ -83,14 +83,14 @@ def readme(
         command,
         "```",
         "",
-        f"Data: {data['dialogues']:,} dialogues that the target wrote, {data['learned']:,} tokens to learn, packed into "
-        f"{data['rows']:,} rows. Length of the run: {last['step']:,} steps, {last['tokens']:,} packed tokens, "
+        f"Data: {data['dialogues']:,} dialogues that the target wrote, {data['learned']:,} tokens to learn, packed "
+        f"into {data['rows']:,} rows. Length of the run: {last['step']:,} steps, {last['tokens']:,} packed tokens, "
         f"{last['seconds'] / 60:.1f} minutes ({100 * last['progress']:.0f} % of the schedule).",
         "",
         f"Options: {options}.",
         "",
-        "Acceptance on a held-out slice of the corpus: greedy chains along the target's own text, tokens a round with the "
-        "target's own included, and how often each draft is accepted once those before it are.",
+        "Acceptance on a held-out slice of the corpus: greedy chains along the target's own text, tokens a round with "
+        "the target's own included, and how often each draft is accepted once those before it are.",
         "",
         "| step | packed tokens | loss | acceptance length | by draft |",
         "|---|---|---|---|---|",

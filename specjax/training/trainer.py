@@ -115,13 +115,6 @@ class Trainer:
         note(f"{len(self.packed)} rows of {recipe.length} tokens, {int(self.packed.mask.sum())} to learn")
         self._store = self._features(note) if recipe.features == "cache" else None
         self.state = self._restored() if resume else self._fresh(start, note)
-        self._optimizer = optimizer.build(recipe, self.state.trained, self.objective.dtype)
-        if self.state.optimizer is None:
-            self.state.optimizer = jax.jit(self._optimizer.init)(self.state.trained)
-        self._step = jax.jit(
-            functools.partial(_step, self.objective, self._optimizer), donate_argnames=("trained", "optimizer_state")
-        )
-        self.hits = jax.jit(functools.partial(_hits, self.objective))
 
     # ---------------------------------------------------------------- running
 
@@ -184,13 +177,8 @@ class Trainer:
         s = self.state
         sample = self.sample(s.step)
         params = self._shared if sample.features is not None else self._params
-        s.trained, s.optimizer, metrics = self._step(
-            trained=s.trained,
-            optimizer_state=s.optimizer,
-            scale=s.scale,
-            target_params=params,
-            sample=sample,
-            rate=jnp.float32(rate),
+        s.trained, s.optimizer, metrics = _step(
+            self.objective, s.trained, s.optimizer, s.scale, params, sample, jnp.float32(rate)
         )
         s.step += 1
         return jax.device_get(metrics)
@@ -213,7 +201,9 @@ class Trainer:
         state = (self.state.trained, self.state.scale, self._params)
         packed = self.held if packed is None else packed
         batch = min(self.recipe.batch, len(self.held))
-        return evaluate.acceptance(self.objective, self.hits, state, packed, batch, HELD_OUT_ANCHORS, keep)
+        return evaluate.acceptance(
+            self.objective, functools.partial(_hits, self.objective), state, packed, batch, HELD_OUT_ANCHORS, keep
+        )
 
     def calibration(self) -> list[float]:
         """Temperatures of DSpark's confidence head, fitted on the held-out slice; empty for another family."""
@@ -285,7 +275,8 @@ class Trainer:
                 own["fc.weight"] = own["fc.weight"] * scale
             note(f"{len(own)} of {len(trained)} tensors are taken over")
             trained |= {name: np.asarray(x, np.float32) for name, x in own.items()}
-        return State(trained=jax.tree.map(jnp.asarray, trained), optimizer=None, scale=jnp.asarray(scale))
+        start_of = optimizer.build(r, trained, self.objective.dtype).init(trained)
+        return State(trained=jax.tree.map(jnp.asarray, trained), optimizer=start_of, scale=jnp.asarray(scale))
 
     def _restored(self) -> State:
         trained = warm_start.random(self.config, self._params, self.recipe.seed)
@@ -296,18 +287,21 @@ class Trainer:
         return self._manager.restore(shape)
 
 
-def _step(objective, optimiser, *, trained, optimizer_state, scale, target_params, sample, rate):
-    """One update; see `Trainer.step`."""
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _step(objective: Objective, trained, state, scale, target_params, sample: Sample, rate):
+    """One update; see `Trainer.step`. Returns tensors, the optimiser's state and metrics."""
     with jax.named_scope("features"):
         given = objective.features(target_params, sample)
     grad = jax.value_and_grad(objective.loss, has_aux=True)
     (loss, metrics), grads = grad(trained, scale, target_params, sample, given)
     with jax.named_scope("update"):
-        updates, optimizer_state = optimiser.update(grads, optimizer_state, trained)
+        optimiser = optimizer.build(objective.recipe, trained, objective.dtype)
+        updates, state = optimiser.update(grads, state, trained)
         trained = optax.apply_updates(trained, jax.tree.map(lambda u: rate * u, updates))
-    return trained, optimizer_state, metrics | {"loss": loss}
+    return trained, state, metrics | {"loss": loss}
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _hits(objective, trained, scale, target_params, sample):
     return objective.hits(trained, scale, target_params, sample, objective.features(target_params, sample))
 

@@ -1,8 +1,8 @@
 """Where training starts.
 
-Random weights, and then what is known of the target put in: its own layers where shapes agree, and for EAGLE-3 and MTP a
-*ridge regression*, which costs seconds and is worth tens of thousands of tokens. MLPs that are not copied start at zero
-output, so that they do not disturb what has been put in.
+Random weights, and then what is known of the target put in: its own layers where shapes agree, and for EAGLE-3 and MTP
+a *ridge regression*, which costs seconds and is worth tens of thousands of tokens. MLPs that are not copied start at
+zero output, so that they do not disturb what has been put in.
 
 EAGLE-3. The next position's final hidden state is regressed on [normed taps, normed embedding of the next token]. The
 part on taps is `fc`. The part on the embedding goes into V and O: queries and keys start as one and the same projection
