@@ -55,6 +55,7 @@ class HeadConfig:
         hidden_first: (mtp) the fuse matrix reads [hidden, embedding] instead of [embedding, hidden].
         hidden_normed: (mtp) the target's hidden states are taken after its final norm (otherwise the last residual).
         feedback_normed: (mtp) later steps get the module's output after its own final norm.
+        blank_start: (mtp) the row of position 0 reads no token, as vLLM serves modules; they are trained without.
 
         block_size: (block) rows of a block, the anchor included.
         shifted: (block) row j predicts the token after its own position, so a block of B rows makes B drafts; otherwise
@@ -112,6 +113,7 @@ class HeadConfig:
     hidden_first: bool = False
     hidden_normed: bool = True
     feedback_normed: bool = True
+    blank_start: bool = False
     # block drafters
     block_size: int = 0
     shifted: bool = False

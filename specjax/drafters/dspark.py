@@ -62,9 +62,6 @@ class DSpark(BlockDrafter):
             "the confidence head reads the Markov embedding, but markov_rank is 0": c.confidence
             and c.confidence_with_markov
             and not c.markov_rank,
-            "a Markov head needs all columns: no candidate head beside a reduced draft vocabulary": c.markov_rank
-            and self.head.candidates
-            and c.draft_vocab_size != c.vocab_size,
         }
         if found := [fault for fault, holds in faults.items() if holds]:
             raise ValueError(f"{self.kind}: " + "; ".join(found))
@@ -73,19 +70,19 @@ class DSpark(BlockDrafter):
         scores = self.head.scores(params["head"], hidden)
         batch, depth, _ = hidden.shape
         # Columns are the same for all positions, or (candidates) each position has its own.
-        per_position = scores.ids is not None and scores.ids.ndim > 1
-        shared, own = (None, scores.ids) if per_position else (scores.ids, None)
+        own = None if scores.columns is None else (scores.ids, scores.columns)
 
         def walk(carry, position):
             token, memory = carry
-            index, h, logits, ids = position
+            index, h, logits, own = position
+            ids, columns = (scores.ids, None) if own is None else own
             e = params["markov"]["w1"][token] if self.config.markov_rank else None
             if e is not None:
                 phi, memory = self._markov(params["markov"], e, h, memory)
-                logits = logits + self._bias(params["markov"]["w2"], phi, ids)
+                logits = logits + self._bias(params["markov"]["w2"], phi, columns)
             confidence = self._confidence(params, h, e) if self.confidence_threshold else jnp.zeros((batch,))
-            columns = Scores(logits=logits[:, None], ids=shared if ids is None else ids[:, None])
-            chosen, q = self.choose(columns, context, index[None])
+            here = Scores(logits=logits[:, None], ids=ids if own is None else ids[:, None])
+            chosen, q = self.choose(here, context, index[None])
             return (chosen[:, 0], memory), (chosen[:, 0], None if q is None else q[:, 0], confidence)
 
         memory = jnp.zeros((batch, self.config.markov_rank), jnp.float32)
@@ -113,11 +110,13 @@ class DSpark(BlockDrafter):
         return jnp.tanh(out), keep * memory + (1 - keep) * jnp.tanh(new)
 
     @staticmethod
-    def _bias(w2: Float[Array, "v r"], phi: Float[Array, "b r"], ids: Int[Array, "b c"] | None) -> Float[Array, "b c"]:
-        """The Markov term of every column, or of the given ones."""
-        if ids is None:
+    def _bias(
+        w2: Float[Array, "v r"], phi: Float[Array, "b r"], columns: Int[Array, "b c"] | None
+    ) -> Float[Array, "b c"]:
+        """The Markov term of every token of the draft vocabulary, or of the given ones."""
+        if columns is None:
             return project(w2, phi.astype(w2.dtype), out_dtype=jnp.float32)
-        return jnp.einsum("br,bcr->bc", phi.astype(w2.dtype), w2[ids], preferred_element_type=jnp.float32)
+        return jnp.einsum("br,bcr->bc", phi.astype(w2.dtype), w2[columns], preferred_element_type=jnp.float32)
 
     def _confidence(self, params: Any, h: Float[Array, "b d"], e: Float[Array, "b r"] | None) -> Float[Array, " b"]:
         """The confidence head's logit."""

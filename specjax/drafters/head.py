@@ -31,10 +31,12 @@ class Scores:
     Attributes:
         logits: one logit a column.
         ids: target token of each column: for all rows, for each row, or None where column i is token i.
+        columns: which tokens of the draft vocabulary they are, where a candidate head has chosen; None for all.
     """
 
     logits: Float[Array, "*rows c"]
     ids: Int[Array, " c"] | Int[Array, "*rows c"] | None
+    columns: Int[Array, "*rows c"] | None = None
 
     def tokens(self, columns: Int[Array, "*rows k"]) -> Int[Array, "*rows k"]:
         """Target tokens of columns, `k` of each row."""
@@ -91,12 +93,12 @@ class Head:
         rows = hidden.reshape(-1, hidden.shape[-1])
         if self.candidates:
             logits, columns = self._candidates(params, rows)
-            ids = columns if "ids" not in params else params["ids"][columns]
-            ids = ids.reshape(*hidden.shape[:-1], -1)
+            columns = columns.reshape(*hidden.shape[:-1], -1)
+            ids = params["ids"][columns] if "ids" in params else columns
         else:
-            logits = project(params["weight"], rows, out_dtype=jnp.float32)
+            logits, columns = project(params["weight"], rows, out_dtype=jnp.float32), None
             ids = params.get("ids")
-        return Scores(logits=self._shaped(logits).reshape(*hidden.shape[:-1], -1), ids=ids)
+        return Scores(logits=self._shaped(logits).reshape(*hidden.shape[:-1], -1), ids=ids, columns=columns)
 
     def full_scores(self, params: Any, hidden: Float[Array, "*rows d"]) -> Scores:
         """The scores of every token of the draft vocabulary, whether or not there is a candidate head."""

@@ -9,7 +9,7 @@ which the declaration may be wrong. Another wiring is kept where its drafts agre
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,9 @@ def alternatives(config: HeadConfig, target_layers: int) -> list[list[tuple[str,
             turned("hidden_first", {True: "[hidden, embedding] into the fuse matrix", False: "[embedding, hidden]"}),
             turned("hidden_normed", {True: "hidden states after the target's norm", False: "hidden states before it"}),
             turned("feedback_normed", {True: "feeding back after its own norm", False: "feeding back before its norm"}),
+            # Exports of other frameworks may have the 1 in their weights already.
+            turned("norm_offset", {True: "norms that multiply by 1 + w", False: "norms that multiply by w"}),
+            turned("blank_start", {True: "no token at position 0", False: "the token at position 0"}),
         ]
     if config.family in BLOCK:
         slots = {True: "slots that predict the next token", False: "slots that predict their own token"}
@@ -127,13 +130,19 @@ def written(target: Target, params: Any, prompt: Sequence[int], taps: tuple[int,
     """A greedy text of the target, and its activations at every position of it."""
     tokens = jnp.asarray(prompt, jnp.int32)
     cache = target.init_cache(1, _slots(len(prompt) + NEW), dtype)
-    tokens = jnp.concatenate([tokens, _write(target, params, cache, tokens)])
-    hidden, streams = read(target, taps, params, cache, tokens)
+    tokens = jnp.concatenate([tokens, _once(_write, 1)(target, params, cache, tokens)])
+    hidden, streams = _once(read, 2)(target, taps, params, cache, tokens)
     each = jnp.split(streams, len(taps), axis=-1) if taps else []
     return Text(np.asarray(tokens), len(prompt), hidden, dict(zip(taps, each, strict=True)))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.cache
+def _once(function: Callable, static: int) -> Callable:
+    """A jitted function whose programs run once each: on a CPU, the less they are optimised the sooner it is over."""
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(function, static_argnums=tuple(range(static)), compiler_options=options)
+
+
 def _write(target: Target, params: Any, cache: KVCache, tokens: Array) -> Array:
     """The `NEW` tokens after a prompt."""
     start = tokens.shape[0]
@@ -149,7 +158,6 @@ def _write(target: Target, params: Any, cache: KVCache, tokens: Array) -> Array:
     return jax.lax.scan(step, (out.cache, out.hidden[-1:]), steps)[1]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def read(target: Target, taps: tuple[int, ...], params: Any, cache: KVCache, tokens: Array):
     """Hidden states and taps of every token but the last."""
     out = target.forward(
@@ -172,12 +180,11 @@ def accepted(
         given = {"hidden": text.hidden}
     else:
         given = {"taps": jnp.concatenate([text.taps[t] for t in config.taps], axis=-1)}
-    found = np.asarray(_drafts(drafter, params, jnp.asarray(text.tokens), given, jnp.asarray(roots, jnp.int32)))
+    found = _once(_drafts, 1)(drafter, params, jnp.asarray(text.tokens), given, jnp.asarray(roots, jnp.int32))
     wanted = text.tokens[roots[:, None] + 1 + np.arange(depth)]
     return np.cumprod(found == wanted, axis=1).sum(axis=1)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _drafts(drafter: Any, params: Any, tokens: Array, given: dict[str, Array], roots: Array) -> Array:
     """The chains `[roots, depth]` that a drafter makes after each root, with the features of all tokens before it."""
     return drafter.draft(params, *at_every_root(drafter, params, tokens, given, roots), drafter.shape)[0].tokens[:, 1:]

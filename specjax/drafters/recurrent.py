@@ -255,7 +255,10 @@ class Recurrent(abc.ABC):
             The last layer's output before the final norm, and the tile.
         """
         c = self.config
-        x, residual = self.inputs(params, embed(c, params["embedding"], tokens), condition)
+        embedded = embed(c, params["embedding"], tokens)
+        if c.blank_start:
+            embedded = jnp.where((positions == 0)[..., None], 0, embedded)
+        x, residual = self.inputs(params, embedded, condition)
         cos, sin = rope.cos_sin(c.rope, c.rotary_dims or c.head_dim, positions.reshape(-1), self.max_position)
         keys, values = list(tile.k), list(tile.v)
         out = residual

@@ -69,12 +69,12 @@ def test_hidden_rows(variant, depth, taps):
         np.testing.assert_allclose(got[row], want[-depth:], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("variant", ["windows", "causal", "convolutions", "neighbouring pairs", "norm offset"])
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("in place", "shifted", "own embedding")])
 def test_variants_differ(variant, taps):
     """The test above could not tell these apart if the option changed nothing."""
     config = blocks.head_config(**VARIANTS[variant])
     base = blocks.head_config(num_layers=config.num_layers)
-    tensors = blocks.random_tensors(config)
+    tensors = blocks.random_tensors(base) | blocks.random_tensors(config)
     embedding = toy.tiny()[1]["embedding"]
     plain = blocks.hidden(base, tensors, embedding, taps[0], 5, 5)
     other = blocks.hidden(config, tensors, embedding, taps[0], 5, 5)

@@ -111,13 +111,18 @@ def test_without_a_markov_head():
     np.testing.assert_array_equal(draft.tokens[:, 1:], unary.argmax(-1))
 
 
-def test_candidate_head():
-    """With all tokens as candidates, columns in another order, nothing changes."""
-    config = blocks.head_config("dspark")
-    full, _, _ = drafted(config)
-    wide = dataclasses.replace(config, head_rank=32, head_candidates=blocks.VOCAB)
-    drafter, params = blocks.build(wide, weights(config))
-    np.testing.assert_array_equal(blocks.first_draft(drafter, params, given()).tokens, full.tokens)
+@pytest.mark.parametrize("draft_vocab", [blocks.VOCAB, 40])
+def test_candidate_head(draft_vocab):
+    """With all tokens as candidates, columns in another order, nothing changes: nor where W2 has rows for some only."""
+    config = blocks.head_config("dspark", draft_vocab_size=draft_vocab, own_head=True)
+    full, few = (
+        blocks.build(dataclasses.replace(config, **ranked), weights(config))
+        for ranked in ({}, {"head_rank": 32, "head_candidates": draft_vocab})
+    )
+    full, few = (np.asarray(blocks.first_draft(*built, given()).tokens) for built in (full, few))
+    np.testing.assert_array_equal(few, full)
+    ids = np.arange(draft_vocab) + weights(config).get("d2t", 0)
+    assert np.isin(full[:, 1:], ids).all()
 
 
 # ---------------------------------------------------------------- the confidence cut

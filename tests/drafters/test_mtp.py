@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import laws, toy
+from support import blocks, heads, laws, toy
 from support.heads import (
     VOCAB,
     WIDTH,
@@ -25,13 +25,22 @@ from specjax.drafters import learned
 FAMILIES = {
     "deepseek, glm": (
         {"rope_interleaved": True, "rotary_dims": 4},
-        {"hidden_first": True, "feedback_normed": False, "rope_interleaved": False},
+        {"hidden_first": True, "feedback_normed": False, "rope_interleaved": False, "blank_start": True},
     ),
     "qwen3-next": (
         {"norm_offset": True, "qk_norm": True, "attention_gate": True, "rotary_dims": 4},
-        {"norm_offset": False, "rotary_dims": None, "feedback_normed": False},
+        {
+            "norm_offset": False,
+            "rotary_dims": None,
+            "feedback_normed": False,
+            "attention_gate": False,
+            "qk_norm": False,
+        },
     ),
-    "mimo": ({"hidden_first": True, "attention_bias": True}, {"hidden_first": False, "attention_bias": False}),
+    "mimo": (
+        {"hidden_first": True, "attention_bias": True, "blank_start": True},
+        {"hidden_first": False, "attention_bias": False, "blank_start": False},
+    ),
     "before the norms": (
         {"hidden_normed": False, "feedback_normed": False, "windows": (5,)},
         {"hidden_normed": True, "feedback_normed": True, "windows": (None,)},
@@ -127,7 +136,27 @@ def small(dtype=jnp.float32, **options):
     return drafter, params, (model, weights)
 
 
-@pytest.mark.parametrize("options", [{}, {"depth": 3, "branching": 2}])
-def test_greedy_text_and_drafts(options):
-    """As a chain and as a tree; what the module's own output left behind is never read (trap 16)."""
-    laws.check_greedy(*small(**options))
+def test_greedy_text_and_trees():
+    laws.check_greedy(*small(depth=3, branching=2))
+
+
+def test_greedy_text_and_chains():
+    """Drafts are those that numpy makes of the right hidden states: row i, after the target's final norm."""
+    drafter, params, target = small()
+    config, tensors = drafter.config, random_tensors(drafter.config)
+    right = heads.expected_chain(config, tensors, target, 3)
+    laws.check_greedy(drafter, params, target, right)
+    late = heads.expected_chain(config, tensors, target, 3, shift=1)
+    text = laws.PROMPTS[2]
+    assert any(right(text[:n]) != late(text[:n]) for n in range(4, 10))
+
+
+@pytest.mark.parametrize(("rule", "branching"), [("block", 1), ("recursive", 2)])
+def test_sampled_drafts_follow_the_target(rule, branching):
+    """The law of a request's texts, with drafts drawn from the module at the request's temperature and top-k."""
+    target = blocks.feature_target(laws.VOCAB)
+    config = head_config("mtp", vocab_size=laws.VOCAB, draft_vocab_size=laws.VOCAB, own_head=True)
+    drafter, params = learned.build(
+        config, random_tensors(config), *target, jnp.float32, depth=laws.DEPTH, branching=branching, sampled=True
+    )
+    laws.check_sampled(drafter, params, target, rule)

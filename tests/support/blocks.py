@@ -241,13 +241,17 @@ def log_softmax(x):
 
 @dataclasses.dataclass(frozen=True)
 class FeatureTable(toy.LookupTarget):
-    """A `LookupTarget` with residual streams: tap `t` of a row is `taps[t, token] * cos(position + 1)`."""
+    """A `LookupTarget` with residual streams: tap `t` of a row is `taps[t, token] * cos(position + 1)`.
+
+    Its hidden states are as wide: token and position, and beside them what the first stream has there.
+    """
 
     def forward(self, params, rows, cache, committed, taps=()) -> Output:
         out = super().forward(params, rows, cache, committed)
         wave = jnp.cos(rows.positions + 1.0)[:, None]
         streams = [params["taps"][t][rows.tokens] * wave for t in taps]
-        return dataclasses.replace(out, taps=jnp.concatenate(streams, axis=-1) if streams else None)
+        hidden = jnp.concatenate([out.hidden, (params["taps"][0][rows.tokens] * wave)[:, 2:]], axis=-1)
+        return dataclasses.replace(out, hidden=hidden, taps=jnp.concatenate(streams, axis=-1) if streams else None)
 
 
 @functools.cache

@@ -4,12 +4,14 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
 from specjax.drafters.base import Context, Features
 from specjax.drafters.config import HeadConfig, expected_tensors
+from specjax.drafters.probe import read
 from specjax.targets.config import RopeConfig
 from support import toy
 
@@ -101,6 +103,8 @@ class Reference:
         sees = [*(range(own) if sees is None else sees), own]
         self.positions.append(position)
         x = self.embedding[token] * c.embedding_scale
+        if c.blank_start and position == 0:
+            x = 0 * x
         if c.family == "mtp":
             parts = [self.norm(x, "embedding_norm"), self.norm(condition, "hidden_norm")]
             stream = self.t["fuse.weight"] @ np.concatenate(parts[::-1] if c.hidden_first else parts)
@@ -262,3 +266,32 @@ def prefilled(drafter, params, tokens, prompt_lengths, features, *, chunk: int, 
                 ),
             )
     return state
+
+
+def expected_chain(config: HeadConfig, tensors, target, depth: int, shift: int = 0):
+    """`expected(text)`: the greedy chain after a text by numpy, from what the target makes of that text.
+
+    It ends where two tokens are as good as equal. `shift` reads the features of that many rows later: a wrong wiring.
+    """
+    model, weights = target
+    norm, forward = weights["norm"]["weight"], jax.jit(read, static_argnums=(0, 1))
+    reference = Reference(config, tensors, weights["embedding"], weights["head"]["weight"], norm)
+
+    def expected(text) -> list[int]:
+        padded = np.zeros((64,), np.int32)
+        padded[: len(text)] = text
+        cache = model.init_cache(1, 256, jnp.float32)
+        hidden, taps = forward(model, config.taps, weights, cache, jnp.asarray(padded))
+        features = np.asarray(hidden if config.family == "mtp" else taps)[shift:]
+        fresh, chain = reference.copy(), []
+        out = committed_rows(fresh, text, features)
+        for step in range(depth):
+            logits = fresh.logits(out)
+            best, other = np.sort(logits)[[-1, -2]]
+            if best - other < 1e-3:
+                break
+            chain.append(int(logits.argmax()))
+            out = fresh.add(chain[-1], fresh.feedback(out), len(text) - 1 + step)
+        return chain
+
+    return expected

@@ -37,11 +37,12 @@ def _plain():
     return [r.token_ids for r in engine.generate(list(PROMPTS), SamplingParams(max_tokens=NEW))]
 
 
-def check_greedy(drafter, params, target) -> None:
+def check_greedy(drafter, params, target, expected=None) -> None:
     """A batch of ragged prompts at temperature 0, some drafts of which are accepted and some not.
 
     The text is the target's own, and in every round the draft is that of a drafter which meets the committed tokens for
-    the first time, whatever was accepted or rejected before (trap 16).
+    the first time, whatever was accepted or rejected before (trap 16). `expected(text)` may say the first tokens of the
+    chain that must be drafted after a text.
     """
     engine = engines.narrow(toy.engine(drafter, params, target, batch=len(PROMPTS)))
     drafts = _watched(engine)
@@ -55,6 +56,14 @@ def check_greedy(drafter, params, target) -> None:
     assert [results[index].token_ids for index in range(len(PROMPTS))] == _plain()
     right, drafted = (sum(getattr(r.spec, name) for r in results.values()) for name in ("accepted", "drafted"))
     assert 0 < right < drafted and {0, 1} <= accepted
+
+    if expected is not None:
+        told = 0
+        for text, _, tokens, _ in drafts:
+            want = expected(text)[: len(tokens) - 1]
+            assert tokens[1 : 1 + len(want)] == want
+            told += len(want)
+        assert told > len(drafts)
 
     # Each text again, as a prompt whose first new token is the root: the same programs, a new request.
     made, met = list(drafts), []

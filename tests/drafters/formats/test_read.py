@@ -169,6 +169,27 @@ def test_noise_is_ignored_and_declared_yarn_is_not(tmp_path):
     assert load_drafter(sample("dspark-specforge").write(tmp_path / "c"), TARGET).config.rope.kind == "yarn"
 
 
+@pytest.mark.parametrize("format", ["eagle3-specforge", "dflash-zlab", "speculators-eagle3"])
+def test_positions_that_a_head_was_trained_for_are_no_bound(format, tmp_path):
+    """Files often say 2048 and are used far beyond: rotation is computed from positions, not read from a table."""
+    short, long = sample(format), sample(format)
+    for s, most in ((short, 16), (long, 4096)):
+        section = s.config.get("transformer_layer_config", s.config)
+        section["max_position_embeddings"] = most
+    short, long = (load_drafter(s.write(tmp_path / name), TARGET) for s, name in ((short, "a"), (long, "b")))
+    assert short.config == long.config
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_scales_are_read(nested, tmp_path):
+    """Of embeddings and of logits: without them drafts are hot, cold or noise."""
+    s = sample("dflash-zlab")
+    scales = {"input_embedding_scale": 5.5, "output_multiplier": 0.25, "final_logit_softcapping": 30.0}
+    (s.config["dflash_config"] if nested else s.config).update(scales)
+    config = load_drafter(s.write(tmp_path / "head"), TARGET).config
+    assert (config.embedding_scale, config.output_multiplier, config.logit_softcap) == (5.5, 0.25, 30.0)
+
+
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
 def test_rope_scaling_is_read(kind, tmp_path):
     from specjax.targets.rope import inv_freq
