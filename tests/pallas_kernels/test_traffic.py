@@ -57,8 +57,8 @@ def attention(committed, slots, page, window=None, batch=4, width=16):
     table = shape((batch, columns), jnp.int32)
     rest = shape((batch, width, width), bool), pages, pages, table, shape((batch,), jnp.int32)
     args = (q, k, k, *rest, shape((batch, width), jnp.int32))
-    static = tpu._Shape.of(q, k, pages, table, window, None, None)
-    scalars = [tpu._bounds(static, jnp.array(committed)), committed, np.arange(batch * columns)]
+    static = tpu.Shape.of(q, k, pages, table, window, None, None)
+    scalars = [tpu.bounds_of(static, jnp.array(committed)), committed, np.arange(batch * columns)]
     call = functools.partial(tpu.attend, scale=1.0, window=window)
     return traffic.count(call, *args, scalars=scalars)
 

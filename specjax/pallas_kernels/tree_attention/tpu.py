@@ -62,18 +62,18 @@ def attend(
     Raises:
         NotImplementedError: more rows, other page sizes or dtypes than the kernel has.
     """
-    shape = _Shape.of(q, k, k_pages, table, window, softcap, block)
+    shape = Shape.of(q, k, k_pages, table, window, softcap, block)
     packed = _pack(q * jnp.asarray(scale, q.dtype), k, v, seen, position, shape)
     table = jnp.arange(shape.batch, dtype=jnp.int32) if table is None else table.reshape(-1)
     if interpret is True:
         interpret = pltpu.InterpretParams()
-    out = _call(shape, interpret)(_bounds(shape, committed), committed, table, *packed, k_pages, v_pages)
+    out = _call(shape, interpret)(bounds_of(shape, committed), committed, table, *packed, k_pages, v_pages)
     out = out[:, :, : shape.ratio * shape.width].reshape(shape.batch, shape.groups, shape.ratio, shape.width, shape.dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Shape:
+class Shape:
     """The static half of a call; `block` slots are worked on at once, `queries` rows of a group, `keys` of the tile."""
 
     batch: int
@@ -91,7 +91,7 @@ class _Shape:
     softcap: float | None
 
     @classmethod
-    def of(cls, q: Array, k: Array, pages: Array, table: Array | None, window, softcap, block) -> "_Shape":
+    def of(cls, q: Array, k: Array, pages: Array, table: Array | None, window, softcap, block) -> "Shape":
         (batch, width, heads, dim), (_, keys, groups, _) = q.shape, k.shape
         page, dtype = pages.shape[2], pages.dtype
         if not (q.dtype == k.dtype == dtype) or dtype not in (jnp.bfloat16, jnp.float32):
@@ -133,6 +133,11 @@ class _Shape:
         return self.page if self.page <= min(PIECE, self.block) else math.gcd(self.page, self.block, PIECE)
 
     @property
+    def unrolled(self) -> int:
+        """Groups whose work stands side by side; the rest is a loop."""
+        return max(n for n in range(1, UNROLL + 1) if self.groups % n == 0)
+
+    @property
     def vmem_bytes(self) -> int:
         """Buffers, accumulators, two of each block that the grid streams, and the largest scores."""
         dim, item = _up(self.dim, LANES), self.dtype.itemsize
@@ -167,7 +172,7 @@ def _block(page: int, most: int) -> int:
     return whole * max(1, most // whole)
 
 
-def _bounds(shape: _Shape, committed: Array) -> Array:
+def bounds_of(shape: Shape, committed: Array) -> Array:
     """`[4, b + 1]` block numbers: first that a row sees, first that all see whole, first not full, end.
 
     One empty request more, so that the last one has a next.
@@ -182,7 +187,7 @@ def _bounds(shape: _Shape, committed: Array) -> Array:
     return jnp.pad(bounds, ((0, 0), (0, 1)))
 
 
-def _pack(q: Array, k: Array, v: Array, seen: Array, position: Array, shape: _Shape) -> tuple[Array, ...]:
+def _pack(q: Array, k: Array, v: Array, seen: Array, position: Array, shape: Shape) -> tuple[Array, ...]:
     """Queries `[b, g, r * n, f]`, the tile `[b, g, j, f]` twice, positions and words `[b, r * n, 1 + w]`; padded."""
     s = shape
     q = q.reshape(s.batch, s.width, s.groups, s.ratio, s.dim).transpose(0, 2, 3, 1, 4)
@@ -202,7 +207,7 @@ def _pack(q: Array, k: Array, v: Array, seen: Array, position: Array, shape: _Sh
 
 
 @functools.cache
-def _call(shape: _Shape, interpret: bool | pltpu.InterpretParams):
+def _call(shape: Shape, interpret: bool | pltpu.InterpretParams):
     """The `pallas_call` of a shape."""
     s = shape
 
@@ -241,7 +246,7 @@ def _call(shape: _Shape, interpret: bool | pltpu.InterpretParams):
 
 
 def _kernel(
-    shape: _Shape,
+    shape: Shape,
     # scalars
     bounds,  # [4, b + 1]
     committed,  # [b]
@@ -369,9 +374,9 @@ def _kernel(
     _each_group(s, finish)
 
 
-def _each_group(shape: _Shape, body: Callable, ahead: Callable = lambda g: None) -> None:
+def _each_group(shape: Shape, body: Callable, ahead: Callable = lambda g: None) -> None:
     """`body(g, ahead(g))` for every group; `ahead` of the next ones is computed before, to fill latencies."""
-    inner = max(n for n in range(1, UNROLL + 1) if shape.groups % n == 0)
+    inner = shape.unrolled
 
     def several(i, _):
         groups = [i * inner + j for j in range(inner)]
@@ -386,7 +391,7 @@ def _each_group(shape: _Shape, body: Callable, ahead: Callable = lambda g: None)
         jax.lax.fori_loop(0, shape.groups // inner, several, None)
 
 
-def _unpack_words(meta, shape: _Shape) -> Array:
+def _unpack_words(meta, shape: Shape) -> Array:
     """Which keys of the tile each query sees, `[queries, keys]`, from signed words (unsigned vectors do not lower)."""
     key = jax.lax.broadcasted_iota(jnp.int32, (shape.queries, shape.keys), 1)
     word = jnp.zeros_like(key)
@@ -395,19 +400,19 @@ def _unpack_words(meta, shape: _Shape) -> Array:
     return jax.lax.shift_right_logical(word, key % WORD_BITS) & 1 == 1
 
 
-def _dot(shape: _Shape, a: Array, b: Array, contract: int) -> Array:
+def _dot(shape: Shape, a: Array, b: Array, contract: int) -> Array:
     """`a @ b` (or `a @ b.T` for `contract` 1) with sums in float32."""
     precision = jax.lax.Precision.HIGHEST if shape.dtype == jnp.float32 else None
     dims = (((1,), (contract,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _scores(shape: _Shape, q: Array, k: Array) -> Array:
+def _scores(shape: Shape, q: Array, k: Array) -> Array:
     s = _dot(shape, q, k, 1)
     return s if shape.softcap is None else shape.softcap * jnp.tanh(s / shape.softcap)
 
 
-def _start_group(shape: _Shape, g, q, k, v, seen: Array, top, total, acc) -> None:
+def _start_group(shape: Shape, g, q, k, v, seen: Array, top, total, acc) -> None:
     """The draft tile: every query sees some key of it, so the maximum is finite from here on."""
     scores = jnp.where(seen, _scores(shape, q[g], k[g]), NEG)
     best = jnp.max(scores, axis=1, keepdims=True)
@@ -418,7 +423,7 @@ def _start_group(shape: _Shape, g, q, k, v, seen: Array, top, total, acc) -> Non
     acc[g] = _dot(shape, weights.astype(shape.dtype), v[g], 0)
 
 
-def _add_group(shape: _Shape, g, scores: Array, values: Array, top, total, acc) -> None:
+def _add_group(shape: Shape, g, scores: Array, values: Array, top, total, acc) -> None:
     """One block into the running maximum, sum (lane by lane) and output."""
     old = top[g]
     new = jnp.maximum(old, jnp.max(scores, axis=1, keepdims=True))

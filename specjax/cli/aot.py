@@ -1,0 +1,128 @@
+"""`specjax aot`: compile every kernel for accelerators that are not attached, and say what their compilers say."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+from specjax.cli import flags
+
+HELP = """Compile the kernels for accelerators that are not attached.
+
+  specjax aot
+  specjax aot --chips "tpu-v6e tpu-7x" --json out/aot.json
+  specjax aot --short
+
+Needs the chips' compilers: pip install 'specjax[tpu]', or `make aot`, which makes an environment of its own. Exit code
+1 if anything does not compile. "ratio" is the estimate (scheduled bundles over the clock against copied bytes over the
+bandwidth, whichever is longer) over the time in which the memory delivers the bytes that must be read."""
+
+COLUMNS = {
+    "chip": "chip",
+    "job": "job",
+    "compile_s": "compile s",
+    "code_bytes": "code KB",
+    "vmem_bytes": "VMEM KB",
+    "temporary_bytes": "temp KB",
+    "bundles": "bundles",
+    "spills": "spills",
+    "copied_bytes": "copied MB",
+    "copy_us": "copy µs",
+    "compiler_us": "compiler µs",
+    "estimate_us": "estimate µs",
+    "roofline_us": "roofline µs",
+    "ratio": "ratio",
+}
+SCALE = {"code_bytes": 2**10, "vmem_bytes": 2**10, "temporary_bytes": 2**10, "copied_bytes": 1e6}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Aot(flags.CommonFlags):
+    """Flags of `specjax aot`."""
+
+    chips: Annotated[str | None, flags.text("CHIP ...")] = None
+    """Chips to compile for, separated by spaces or commas; all by default."""
+    short: bool = False
+    """One kernel of each kind a chip, and no whole step."""
+    json: Annotated[str | None, flags.text("FILE.json")] = None
+    """Write the table here."""
+
+    def run(self) -> int:
+        """Compile, print, write; 1 if something does not compile."""
+        from specjax.pallas_kernels.aot import CHIPS
+
+        names = (self.chips or " ".join(CHIPS)).replace(",", " ").split()
+        if unknown := [name for name in names if name not in CHIPS]:
+            raise ValueError(f"unknown chips {', '.join(unknown)}; known: {', '.join(CHIPS)}")
+        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
+            raise ValueError(f"cannot write {self.json}: its folder does not exist")
+        rows = []
+        for name in names:
+            for row in in_a_process(name, self.short):
+                rows.append(row)
+                flags.note(f"{row['chip']}: {row['job']}: {row.get('error') or 'compiled'}")
+        show(rows)
+        if self.json is not None:
+            Path(self.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        return 1 if any("error" in row for row in rows) else 0
+
+
+def in_a_process(chip: str, short: bool) -> Iterator[dict[str, Any]]:
+    """Rows of a chip; each has a process of its own, since a compiler takes its flags once."""
+    command = [sys.executable, "-m", "specjax.cli.aot", chip, *(["--short"] if short else [])]
+    # The compilers write warnings about the missing chip to stderr; ours are rows.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        said = process.stderr.read()
+    if process.returncode:
+        yield {"chip": chip, "job": "the compiler's process", "error": said.strip()[-2000:]}
+
+
+def worker(name: str, short: bool) -> None:
+    """Print a line of JSON for everything that is compiled for a chip."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from specjax.pallas_kernels import aot
+
+    chip = aot.CHIPS[name]
+    with aot.dumping(kernels=chip.platform == "tpu") as folder:
+        for job in aot.tpu_jobs(short):
+            try:
+                row = aot.run(job, chip, folder)
+            except Exception as error:
+                row = {"chip": name, "job": job.name, "error": f"{type(error).__name__}: {str(error)[:2000]}"}
+            print(json.dumps(row), flush=True)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The table, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_edge=False)
+    used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    for key in used:
+        table.add_column(COLUMNS[key], justify="left" if key in ("chip", "job") else "right", no_wrap=key == "chip")
+    for row in rows:
+        table.add_row(*[_cell(row, key) for key in used])
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    for row in rows:
+        if "error" in row:
+            print(f"\n{row['chip']}: {row['job']}:\n{row['error']}")
+
+
+def _cell(row: dict[str, Any], key: str) -> str:
+    value = row.get(key)
+    if value is None:
+        return "failed" if key == "compile_s" and "error" in row else ""
+    return f"{value / SCALE[key]:.0f}" if key in SCALE else str(value)
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1], "--short" in sys.argv[2:])

@@ -1,0 +1,240 @@
+"""Compiling for accelerators that are not attached, and what their compiler then says.
+
+A chip is described by a topology; its compiler comes with the vendor's wheel (libtpu for TPUs). Nothing is run: what
+this shows is that a program lowers, fits and is scheduled, and how long its bundles and its copies would take.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+from specjax.pallas_kernels import schedule, traffic
+from specjax.pallas_kernels.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One core of an accelerator, as JAX sees a device.
+
+    Attributes:
+        name: what it is called here.
+        platform: JAX's platform.
+        topology: the smallest description that its compiler takes.
+        clock: bundles a second: the rate that the compiler's own cost model gives to 1024 lanes.
+        bandwidth: bytes a second of its memory (`pltpu.get_tpu_info`).
+        memory: bytes of it.
+    """
+
+    name: str
+    platform: str
+    topology: str
+    clock: float
+    bandwidth: float
+    memory: float
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("tpu-v5e", "tpu", "v5e:2x2", 1.5e9, 0.82e12, 17.2e9),
+        Chip("tpu-v5p", "tpu", "v5p:2x2x1", 1.5e9, 1.23e12, 51.5e9),
+        Chip("tpu-v6e", "tpu", "v6e:2x2", 1.75e9, 1.64e12, 34.4e9),
+        Chip("tpu-7x", "tpu", "tpu7x:2x2x1", 1.9e9, 3.7e12, 103e9),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Something to compile.
+
+    Attributes:
+        name: its line in the table.
+        function: what is compiled.
+        args: arrays as `jax.ShapeDtypeStruct`, in a tree; static values are bound in `function`.
+        kernel: name of the Pallas kernel whose schedule is read, or None for whole programs.
+        scalars: values of the kernel's scalar operands, to count copies with.
+        needed: bytes that any implementation must move.
+        seconds: from `(schedule, chip)`, the time by bundles and copies; None where it is not worked out.
+        vmem: bytes of VMEM that the kernel lays claim to.
+        donated: arguments whose buffers are reused.
+    """
+
+    name: str
+    function: Callable
+    args: tuple
+    kernel: str | None = None
+    scalars: tuple[np.ndarray, ...] = ()
+    needed: int = 0
+    seconds: Callable[[Schedule, Chip], float] | None = None
+    vmem: int = 0
+    donated: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def dumping(kernels: bool) -> Iterator[Path | None]:
+    """A folder that libtpu writes schedules to; must be entered before libtpu is loaded."""
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no machine with a TPU, so no metadata server to ask
+    if not kernels:
+        yield None
+        return
+    folder = Path(tempfile.mkdtemp(prefix="specjax-aot-"))
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def device(chip: Chip) -> Any:
+    """A device of the chip's topology, to compile for."""
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform=chip.platform, topology_name=chip.topology).devices[0]
+
+
+def compile_for(chip: Chip, function: Callable, args: tuple, donated: tuple[int, ...] = ()) -> Any:
+    """Compile `function(*args)` for a chip."""
+    target = device(chip)
+    on_chip = SingleDeviceSharding(target)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_chip), args)
+    abstract = AbstractDevice(device_kind=target.device_kind, num_cores=1, platform=chip.platform)
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
+        traced = jax.jit(function, donate_argnums=donated).trace(*args)
+        return traced.lower(lowering_platforms=(chip.platform,)).compile()
+
+
+def run(job: Job, chip: Chip, folder: Path | None) -> dict[str, Any]:
+    """Compile a job; one line of the table.
+
+    Raises:
+        Exception: whatever the compiler refuses.
+    """
+    started = time.perf_counter()
+    compiled = compile_for(chip, job.function, job.args, job.donated)
+    memory = compiled.memory_analysis()
+    row: dict[str, Any] = {
+        "chip": chip.name,
+        "job": job.name,
+        "compile_s": round(time.perf_counter() - started, 1),
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "vmem_bytes": job.vmem or None,
+    }
+    if job.kernel is None:
+        seconds = compiled.cost_analysis().get("optimal_seconds")
+        row |= {"compiler_us": _us(seconds), "roofline_us": _us(job.needed / chip.bandwidth)}
+        return row
+    if job.scalars:
+        moved = traffic.count(job.function, *job.args, scalars=job.scalars)
+        row |= {"copied_bytes": moved.total, "copies": moved.copies, "copy_us": _us(moved.total / chip.bandwidth)}
+    if folder is not None:
+        found = schedule.read(folder, job.kernel)
+        row |= {"bundles": found.kernel.total(), "spills": found.kernel.total("SPILL")}
+        if job.seconds is not None:
+            estimate, floor = job.seconds(found, chip), job.needed / chip.bandwidth
+            row |= {"estimate_us": _us(estimate), "roofline_us": _us(floor), "ratio": round(estimate / floor, 3)}
+        for path in folder.iterdir():
+            path.unlink()
+    return row
+
+
+def _us(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e6, 1)
+
+
+def tree_attention_job(
+    name: str,
+    *,
+    batch: int = 8,
+    width: int = 16,
+    heads: int = 32,
+    groups: int = 8,
+    dim: int = 128,
+    page: int | None = None,
+    context: int = 8192,
+    window: int | None = None,
+    softcap: float | None = None,
+    dtype: str = "bfloat16",
+) -> Job:
+    """Tree attention over a cache that is full."""
+    from specjax.pallas_kernels.tree_attention import tpu
+
+    shape, kind = jax.ShapeDtypeStruct, jnp.dtype(dtype)
+    columns = context // (page or context)
+    pages = shape((batch * columns, groups, page or context, dim), kind)
+    q, tile = shape((batch, width, heads, dim), kind), shape((batch, width, groups, dim), kind)
+    table = None if page is None else shape((batch, columns), jnp.int32)
+    ints = shape((batch,), jnp.int32), shape((batch, width), jnp.int32)
+    static = tpu.Shape.of(q, tile, pages, table, window, softcap, None)
+    committed = np.full(batch, context, np.int32)
+    bounds = np.asarray(tpu.bounds_of(static, jnp.asarray(committed)))
+    read = batch * (context if window is None else min(context, window))
+    return Job(
+        name=name,
+        function=functools.partial(tpu.attend, scale=dim**-0.5, window=window, softcap=softcap),
+        args=(q, tile, tile, shape((batch, width, width), jnp.bool_), pages, pages, table, *ints),
+        kernel="tree_attention",
+        scalars=(bounds, committed, np.arange(batch * columns, dtype=np.int32)),
+        needed=2 * read * groups * dim * kind.itemsize,
+        seconds=functools.partial(_attention_seconds, static, context) if batch > 1 and window is None else None,
+        vmem=static.vmem_bytes,
+    )
+
+
+def _attention_seconds(shape: Any, context: int, found: Schedule, chip: Chip) -> float:
+    """Time of the kernel of `tree_attention/tpu.py` when every request holds `context` slots, whole blocks.
+
+    A request is what stands before and after its blocks (its draft tile, mostly) and, a block, the longer of its
+    bundles and its copies; the copies of one block run beside the bundles of the one before, across requests too.
+    """
+    (request,) = found.kernel.loops
+    busy = [loop for loop in request.loops if loop.has("MXU")]  # [draft tile, groups in a loop], plain blocks, last one
+    rounds = shape.groups // shape.unrolled
+    plain = busy[rounds > 1]
+    working = sum(loop.bundles * rounds for loop in plain.loops if loop.has("MXU"))
+    copying = max(loop.bundles for loop in plain.loops if not loop.has("MXU"))  # this request's or the next one's
+    bundles = plain.bundles + working + copying * (shape.block // shape.piece)
+    copied = 2 * shape.groups * shape.block * shape.dim * shape.dtype.itemsize / chip.bandwidth
+    around = request.bundles + (busy[0].bundles * rounds if rounds > 1 else 0)
+    blocks = context // shape.block
+    return shape.batch * (around / chip.clock + blocks * max(bundles / chip.clock, copied)) + copied
+
+
+def tpu_jobs(short: bool) -> list[Job]:
+    """The kernels compiled for each TPU; `short`: the one that says most."""
+    main = tree_attention_job("tree_attention 8x16 rows, 8k, dense")
+    if short:
+        return [main]
+    return [
+        main,
+        tree_attention_job("tree_attention 8x16 rows, 8k, pages of 64", page=64),
+        tree_attention_job("tree_attention 8x16 rows, 8k, pages of 16", page=16),
+        tree_attention_job("tree_attention 1 row, 8k", batch=1, width=1),
+        tree_attention_job("tree_attention 2x128 rows", batch=2, width=128, page=64, context=2048),
+        tree_attention_job("tree_attention window, softcap", page=64, window=1024, softcap=30.0),
+        tree_attention_job(
+            "tree_attention heads of 64, 9:3", batch=2, heads=9, groups=3, dim=64, page=16, context=2048
+        ),
+        tree_attention_job("tree_attention heads of 80", batch=2, heads=8, groups=2, dim=80, page=64, context=2048),
+        tree_attention_job("tree_attention heads of 96", batch=2, heads=8, groups=2, dim=96, page=64, context=2048),
+        tree_attention_job("tree_attention heads of 192", batch=2, heads=8, groups=8, dim=192, page=64, context=2048),
+        tree_attention_job("tree_attention heads of 256", batch=2, heads=8, groups=4, dim=256, page=64, context=2048),
+        tree_attention_job("tree_attention 32 groups", batch=2, heads=32, groups=32, page=64, context=2048),
+        tree_attention_job("tree_attention float32", batch=2, page=64, context=2048, dtype="float32"),
+    ]

@@ -1,0 +1,365 @@
+"""Tree attention for Hopper and Blackwell GPUs (Mosaic GPU): keys and values stream into shared memory by TMA.
+
+A block of threads (one warpgroup) takes 64 packed query rows of a group on Hopper, 128 on Blackwell, and one split of
+the request's committed slots; split 0 begins with the draft tile, where alone there is a tree mask. A ring of buffers
+keeps copies in flight while one block of keys is worked on by wgmma or tcgen05. Scores and sums are in float32, the
+weights pass through shared memory, and the partial sums of splits are merged by XLA.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from specjax.array_types import Array, Bool, Float, Int
+from specjax.draft import Rows
+from specjax.pallas_kernels import gpu
+from specjax.pallas_kernels.tree_attention import reference
+from specjax.pallas_kernels.tree_attention.splits import choose_splits, merge_splits
+
+NEG = reference.NEG
+LOG2E = math.log2(math.e)
+BLOCK = 64  # slots worked on at once
+RING_BYTES = 112 * 2**10  # shared memory that lets two blocks of threads live on a multiprocessor
+
+
+def tree_attention(
+    q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, splits=None, capability=None, interpret=False, **options
+) -> Array:
+    """`reference.tree_attention` on a GPU, with `splits`, `capability` and `interpret` as of `attend`."""
+    padded = functools.partial(attend, splits=splits, capability=capability, interpret=interpret)
+    return reference.tree_attention(q, k, v, k_pages, v_pages, table, committed, rows, padded=padded, **options)
+
+
+def attend(
+    q: Float[Array, "b n h f"],
+    k: Float[Array, "b j g f"],
+    v: Float[Array, "b j g f"],
+    seen: Bool[Array, "b n j"],
+    k_pages: Float[Array, "p g s f"],
+    v_pages: Float[Array, "p g s f"],
+    table: Int[Array, "b m"] | None,
+    committed: Int[Array, " b"],
+    position: Int[Array, "b n"],
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    capability: int | None = None,
+    interpret: bool | plgpu.InterpretGPUParams = False,
+) -> Float[Array, "b n h f"]:
+    """`reference.attend` on a GPU; the tables may hold anything behind a request's last page.
+
+    `splits` are blocks of threads that share a request's slots, by default enough to fill a GPU. `capability` names the
+    GPU (90, 100), by default the one around the trace. `interpret` simulates the kernel, its copies and barriers.
+
+    Raises:
+        NotImplementedError: GPUs, dtypes, head widths or page sizes that the kernel does not have.
+    """
+    capability = gpu.capability() if capability is None else capability
+    shape = _Shape.of(q, k, k_pages, table, scale, window, softcap, splits, capability)
+    if interpret is True:
+        interpret = plgpu.InterpretGPUParams()
+    table = jnp.arange(shape.batch, dtype=jnp.int32) if table is None else table.reshape(-1)
+    packed = _pack(q, k, v, seen, position, shape)
+    out, summed = _call(shape, interpret)(*packed, k_pages, v_pages, table, committed)
+    out = out[0] if shape.splits == 1 else merge_splits(out, summed[..., None])
+    out = out[:, :, : shape.ratio * shape.width].astype(q.dtype)
+    out = out.reshape(shape.batch, shape.groups, shape.width, shape.ratio, shape.dim)
+    return out.transpose(0, 2, 1, 3, 4).reshape(q.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """The static half of a call: a block of threads has `rows` query rows of a group."""
+
+    batch: int
+    width: int
+    groups: int
+    ratio: int
+    dim: int
+    tile: int
+    page: int
+    columns: int
+    splits: int
+    rows: int
+    dtype: jnp.dtype
+    scale: float
+    window: int | None
+    softcap: float | None
+
+    @classmethod
+    def of(cls, q, k, pages, table, scale, window, softcap, splits, capability) -> "_Shape":
+        (batch, width, heads, dim), (_, tile, groups, _) = q.shape, k.shape
+        page, dtype, columns = pages.shape[2], pages.dtype, 1 if table is None else table.shape[1]
+        if capability not in (90, 100, 103):
+            raise NotImplementedError(f"compute capability {capability}, of 90, 100 and 103")
+        if not (q.dtype == k.dtype == dtype) or dtype not in (jnp.bfloat16, jnp.float16):
+            raise NotImplementedError(f"dtypes {q.dtype}, {k.dtype} and a cache of {dtype}")
+        most = 256 if capability == 90 else 128  # a thread of Blackwell's holds a whole row of sums
+        if dim % 16 or dim > most:
+            raise NotImplementedError(f"heads of width {dim}, of multiples of 16 up to {most}")
+        if page % BLOCK and (page < 16 or BLOCK % page):
+            raise NotImplementedError(f"pages of {page} slots, of 16, 32 and multiples of {BLOCK}")
+        if table is None and pages.shape[0] != batch:
+            raise ValueError(f"a cache of one page a request needs {batch} pages here, got {pages.shape[0]}")
+        rows, ratio = 64 if capability == 90 else 128, heads // groups
+        programs = batch * groups * pl.cdiv(ratio * width, rows)
+        return cls(
+            batch=batch,
+            width=width,
+            groups=groups,
+            ratio=ratio,
+            dim=dim,
+            tile=tile,
+            page=page,
+            columns=columns,
+            splits=splits or choose_splits(programs, page * columns),
+            rows=rows,
+            dtype=dtype,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+
+    @property
+    def row_tiles(self) -> int:
+        return pl.cdiv(self.ratio * self.width, self.rows)
+
+    @property
+    def tile_blocks(self) -> int:
+        return pl.cdiv(self.tile, BLOCK)
+
+    @property
+    def piece(self) -> int:
+        """Slots of one copy: a block, or a smaller page."""
+        return min(self.page, BLOCK)
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Start and size of pieces of a head whose sums are worked on one after another, to spare registers."""
+        most = 64 if self.blackwell else 128
+        return [(start, min(most, self.dim - start)) for start in range(0, self.dim, most)]
+
+    @property
+    def stages(self) -> int:
+        """Blocks in the ring."""
+        item = self.dtype.itemsize
+        others = self.rows * (self.dim + BLOCK) * item
+        return max(2, min(4, (RING_BYTES - others) // (2 * BLOCK * self.dim * item)))
+
+    @property
+    def blackwell(self) -> bool:
+        return self.rows == 128
+
+
+def _pack(q: Array, k: Array, v: Array, seen: Array, position: Array, shape: _Shape) -> tuple[Array, ...]:
+    """Queries `[b, g, n * r, f]`, tile `[b, g, j, f]` twice, its mask `[b, n * r, j]`, positions `[b, n * r]`; padded."""
+    s = shape
+    q = q.reshape(s.batch, s.width, s.groups, s.ratio, s.dim).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(s.batch, s.groups, s.width * s.ratio, s.dim)
+    rows, keys = s.row_tiles * s.rows - q.shape[2], s.tile_blocks * BLOCK - s.tile
+    seen, position = (jnp.repeat(x.astype(jnp.int32), s.ratio, axis=1) for x in (seen, position))
+    # A padding row sees the first key, so that its softmax is finite.
+    seen = jnp.pad(jnp.pad(seen, ((0, 0), (0, 0), (0, keys))), ((0, 0), (0, rows), (0, 0)), constant_values=1)
+    k, v = (jnp.pad(x.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, keys), (0, 0))) for x in (k, v))
+    return jnp.pad(q, ((0, 0), (0, 0), (0, rows), (0, 0))), k, v, seen, jnp.pad(position, ((0, 0), (0, rows)))
+
+
+@functools.cache
+def _call(shape: _Shape, interpret: bool | plgpu.InterpretGPUParams):
+    """The kernel of a shape; its outputs are those of each split, normalised, and their log2-sum-exp2."""
+    s = shape
+    packed = (s.splits, s.batch, s.groups, s.row_tiles * s.rows)
+
+    def shared(*dims: int):
+        swizzle = plgpu.find_swizzle(dims[-1] * s.dtype.itemsize * 8)
+        tiling = plgpu.TilingTransform((8, swizzle // s.dtype.itemsize))
+        return plgpu.SMEM(dims, s.dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+    scratch = {
+        "q_shared": shared(s.rows, s.dim),
+        "k_ring": shared(s.stages, BLOCK, s.dim),
+        "v_ring": shared(s.stages, BLOCK, s.dim),
+        "weights_shared": shared(s.rows, BLOCK),
+        "q_arrived": plgpu.Barrier(),
+        "arrived": plgpu.Barrier(num_arrivals=2 * (BLOCK // s.piece), num_barriers=s.stages),
+    }
+    if s.blackwell:
+        scratch |= {
+            "scores_memory": plgpu.TMEM((s.rows, BLOCK), jnp.float32),
+            "sums_memory": plgpu.TMEM((s.rows, s.dim), jnp.float32),
+            "done": plgpu.Barrier(orders_tensor_core=True),
+        }
+    return plgpu.kernel(
+        functools.partial(_kernel, shape),
+        out_type=[
+            jax.ShapeDtypeStruct((*packed, s.dim), s.dtype if s.splits == 1 else jnp.float32),
+            jax.ShapeDtypeStruct(packed, jnp.float32),
+        ],
+        scratch_types=scratch,
+        grid=(s.row_tiles, s.groups * s.splits, s.batch),
+        grid_names=("rows", "groups", "requests"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+
+
+def _kernel(
+    shape: _Shape,
+    # inputs
+    q,  # [b, g, n * r, f]
+    k,  # [b, g, j, f]
+    v,  # [b, g, j, f]
+    mask,  # [b, n * r, j]
+    position,  # [b, n * r]
+    k_pages,  # [p, g, page, f]
+    v_pages,  # [p, g, page, f]
+    table,  # [b * m]
+    committed,  # [b]
+    # outputs
+    out,  # [splits, b, g, n * r, f]
+    summed,  # [splits, b, g, n * r]
+    # scratch
+    q_shared,  # [rows, f]
+    k_ring,  # [stages, block, f]
+    v_ring,  # [stages, block, f]
+    weights_shared,  # [rows, block]
+    q_arrived,  # [1]
+    arrived,  # [stages]
+    scores_memory=None,  # [rows, block], of the tensor cores
+    sums_memory=None,  # [rows, f]
+    done=None,  # [1]
+):
+    s, request = shape, jax.lax.axis_index("requests")
+    split, group = (f(jax.lax.axis_index("groups"), s.splits) for f in (jax.lax.rem, jax.lax.div))
+    rows = pl.ds(jax.lax.axis_index("rows") * s.rows, s.rows)
+    layout = plgpu.Layout.TCGEN05 if s.blackwell else plgpu.Layout.WGMMA
+    plgpu.copy_gmem_to_smem(q.at[request, group, rows], q_shared, q_arrived)
+
+    # Blocks of slots: the first that a row sees, the first that all see whole, the first not full, the end; and this
+    # split's share. A step is a block of the draft tile or of those.
+    length = committed[request]
+    first = whole = jnp.int32(0)
+    full, end = jax.lax.div(length, BLOCK), pl.cdiv(length, BLOCK)
+    if s.window is not None:
+        where = plgpu.load(position.at[request, rows], layout=layout.reduce(1), optimized=False)
+        first = jax.lax.div(jnp.maximum(length - s.window + 1, 0), BLOCK)
+        # No row is deeper than its request is wide, so all of them see what the deepest would.
+        whole = pl.cdiv(jnp.maximum(length + s.width - s.window, 0), BLOCK)
+    share = pl.cdiv(jnp.maximum(end - first, 0), s.splits)
+    low = jnp.minimum(first + split * share, end)
+    high = jnp.minimum(low + share, end)
+    tiles = jnp.where(split == 0, jnp.int32(s.tile_blocks), jnp.int32(0))
+    steps = tiles + high - low
+    whole = tiles + jnp.clip(whole, low, high) - low
+    full = jnp.maximum(whole, tiles + jnp.clip(full, low, high) - low)
+
+    def copy(step):
+        """Start the copies of a step into its buffers, as many whatever it is."""
+        slot = jax.lax.rem(step, s.stages)
+
+        def each(index, sources):
+            for source, ring in zip(sources, (k_ring, v_ring), strict=True):
+                plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(index * s.piece, s.piece)], arrived.at[slot])
+
+        @pl.when(step < tiles)
+        def _():
+            for i in range(BLOCK // s.piece):
+                at = pl.ds(step * BLOCK + i * s.piece, s.piece)
+                each(i, (k.at[request, group, at], v.at[request, group, at]))
+
+        @pl.when((step >= tiles) & (step < steps))
+        def _():
+            for i in range(BLOCK // s.piece):
+                start = (low + step - tiles) * BLOCK + i * s.piece
+                # Behind the last page the table may hold anything: the last page again.
+                column = jax.lax.div(jnp.minimum(start, length - 1), s.page)
+                page = table[request * s.columns + column]
+                at = pl.ds(start - column * s.page if s.page > BLOCK else 0, s.piece)
+                each(i, (k_pages.at[page, group, at], v_pages.at[page, group, at]))
+
+    def products(a, b, memory, pieces):
+        """`a @ b` by pieces of its columns."""
+        if s.blackwell:
+            plgpu.tcgen05_mma(memory, a, b, done, accumulate=False)
+            plgpu.barrier_wait(done)
+        for at, size in pieces:
+            if s.blackwell:
+                found = plgpu.async_load_tmem(memory.at[:, pl.ds(at, size)])
+                plgpu.wait_load_tmem()
+                yield found
+            else:
+                part = b if len(pieces) == 1 else b.at[:, pl.ds(at, size)]
+
+                def run(sums, part=part):
+                    plgpu.wgmma(sums, a, part)
+                    return sums[...]
+
+                yield pl.run_scoped(run, plgpu.ACC((s.rows, size), jnp.float32))
+
+    def rowwise(x, size):
+        return jax.lax.broadcast_in_dim(x, (s.rows, size), [0])
+
+    def add(step, carry, kind):
+        top, total, *sums = carry
+        slot = jax.lax.rem(step, s.stages)
+        plgpu.barrier_wait(arrived.at[slot])
+        [scores] = products(q_shared, k_ring.at[slot].transpose((1, 0)), scores_memory, [(0, BLOCK)])
+        if s.softcap is None:
+            scores = scores * (s.scale * LOG2E)
+        else:  # 1 - 2 / (1 + exp(2 x)) is tanh(x)
+            grown = jnp.exp2(scores * (2 * LOG2E * s.scale / s.softcap))
+            scores = (s.softcap * LOG2E) - (2 * s.softcap * LOG2E) / (1.0 + grown)
+        start = (low + step - tiles) * BLOCK
+        if kind == "tile":
+            at = mask.at[request, rows, pl.ds(step * BLOCK, BLOCK)]
+            scores = jnp.where(plgpu.load(at, layout=layout, optimized=False) != 0, scores, NEG)
+        elif kind == "edge":
+            slots = start + plgpu.broadcasted_iota(jnp.int32, (s.rows, BLOCK), 1, layout=layout)
+            seen = slots < length
+            if s.window is not None:
+                seen = seen & (slots > rowwise(where, BLOCK) - s.window)
+            scores = jnp.where(seen, scores, NEG)
+            # A weight of 0 does not stop a NaN that an earlier request has left in a slot.
+            for at, size in s.pieces:
+                values = v_ring.at[slot, :, pl.ds(at, size)]
+                below = start + plgpu.broadcasted_iota(jnp.int32, (BLOCK, size), 0, layout=plgpu.Layout.WGMMA) < length
+                found = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+                values[...] = jnp.where(below, found, jnp.zeros_like(found))
+        new = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights, shrink = jnp.exp2(scores - rowwise(new, BLOCK)), jnp.exp2(top - new)
+        total = total * shrink + jnp.sum(weights, axis=1)
+        weights_shared[...] = weights.astype(s.dtype)
+        plgpu.commit_smem()
+        for i, more in enumerate(products(weights_shared, v_ring.at[slot], sums_memory, s.pieces)):
+            sums[i] = sums[i] * rowwise(shrink, s.pieces[i][1]) + more
+        copy(step + s.stages)
+        return new, total, *sums
+
+    jax.lax.fori_loop(0, jnp.minimum(steps, s.stages), lambda step, _: copy(step), None)
+    plgpu.barrier_wait(q_arrived)
+
+    def filled(dims, value, layout):
+        return plgpu.layout_cast(jnp.full(dims, value, jnp.float32), layout)
+
+    carry = tuple(filled((s.rows,), value, layout.reduce(1)) for value in (NEG, 0.0))
+    carry += tuple(filled((s.rows, size), 0.0, layout) for _, size in s.pieces)
+    carry = jax.lax.fori_loop(0, tiles, functools.partial(add, kind="tile"), carry)
+    if s.window is not None:
+        carry = jax.lax.fori_loop(tiles, whole, functools.partial(add, kind="edge"), carry)
+    carry = jax.lax.fori_loop(whole, full, functools.partial(add, kind="whole"), carry)
+    top, total, *sums = jax.lax.fori_loop(full, steps, functools.partial(add, kind="edge"), carry)
+
+    some = total > 0  # a split may have no blocks
+    total = jnp.where(some, total, 1.0)
+    for (at, size), x in zip(s.pieces, sums, strict=True):
+        target = out.at[split, request, group, rows, pl.ds(at, size)]
+        plgpu.store(target, (x / rowwise(total, size)).astype(out.dtype), optimized=False)
+    lse = jnp.where(some, top + jnp.log(total) * LOG2E, NEG)
+    plgpu.store(summed.at[split, request, group, rows], lse, optimized=False)
