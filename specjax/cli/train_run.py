@@ -17,7 +17,7 @@ from specjax.cli.flags import Repeated
 if TYPE_CHECKING:
     from specjax.training.corpus import Corpus
     from specjax.training.recipe import Recipe
-    from specjax.training.trainer import Progress, Trainer
+    from specjax.training.trainer import StepReport, Trainer
 
 RUN_HELP = """Train a drafter on a corpus that its target wrote.
 
@@ -210,7 +210,7 @@ def stopping() -> Generator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def _bar() -> Generator[Callable[["Progress"], None]]:
+def _bar() -> Generator[Callable[["StepReport"], None]]:
     """A progress bar on stderr; without a terminal, a line where the held-out slice was looked at."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -220,7 +220,7 @@ def _bar() -> Generator[Callable[["Progress"], None]]:
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("compiling", total=1.0)
 
-        def report(line: "Progress") -> None:
+        def report(line: "StepReport") -> None:
             agreed = " ".join(f"{100 * x:.0f}" for x in line.agreement)
             text = f"loss {line.loss:.3f}, agreement {agreed} %, {line.tokens_per_s:.0f} tokens/s"
             bar.update(task, completed=line.progress, description=text)

@@ -5,6 +5,7 @@ files are bfloat16 and laid out by row, so that a batch is a few contiguous read
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -66,6 +67,12 @@ def capture(target: Target, taps: tuple[int, ...], params: Any, batch: Batch) ->
         hidden=out.hidden.reshape(count, length, -1),
         taps=None if out.taps is None else out.taps.reshape(count, length, -1),
     )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def captured(target: Target, taps: tuple[int, ...], params: Any, batch: Batch) -> TargetFeatures:
+    """`capture` by itself, compiled."""
+    return capture(target, taps, params, batch)
 
 
 def _bits(seen: Array) -> Array:
@@ -136,10 +143,9 @@ def fill(
         return np.memmap(folder / name, ml_dtypes.bfloat16, mode, shape=shape)
 
     hidden, streams = array("hidden", width), array("taps", width * len(taps)) if taps else None
-    run = jax.jit(lambda params, rows: capture(target, taps, params, rows))
     for start in range(found["done"], len(packed), batch):
         rows = np.minimum(np.arange(start, start + batch), len(packed) - 1)
-        out = run(params, packed.batch(rows))
+        out = captured(target, taps, params, packed.batch(rows))
         hidden[rows] = np.asarray(out.hidden.astype(jnp.bfloat16))
         if streams is not None:
             assert out.taps is not None

@@ -42,8 +42,8 @@ class Slots:
     valid: Bool[Array, "b a k"]
 
 
-def choose(packed: Batch, count: int, rng: np.random.Generator) -> Int[Array, "b a"]:
-    """Random anchors among the tokens that the target wrote and followed up on; -1 where a row has fewer than `count`.
+def choose(packed: Batch, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Random anchors `[b, a]` among the tokens that the target wrote and followed up on, -1 where a row has too few.
 
     An anchor is a token that the target wrote: when drafting, the first root is the token that prefill sampled.
     """
@@ -97,7 +97,8 @@ def blocks(
         if window is not None:
             seen = seen & (batch.positions[:, None, None, :] > positions[..., None] - window)
         q, k, v = (t.reshape(count, each, *t.shape[1:]) for t in (q, k, v))
-        y = _attend(q, k, v, *context[i], seen, block_mask(size, window, causal))
+        context_k, context_v = context[i]
+        y = _attend(q, k, v, context_k, context_v, seen, block_mask(size, window, causal))
         return y.reshape(count * each, size, *y.shape[3:])
 
     rows = drafter.network(params, x, positions.reshape(count * each, size), attention)

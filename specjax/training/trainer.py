@@ -53,7 +53,7 @@ class State:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class StepReport:
     """A line of the metrics: one step, and the held-out slice where it was looked at."""
 
     step: int
@@ -129,7 +129,7 @@ class Trainer:
         assert r.minutes is not None
         return s.seconds / (60 * r.minutes)
 
-    def run(self, report: Callable[[Progress], None], stopped: Callable[[], bool] = lambda: False) -> bool:
+    def run(self, report: Callable[[StepReport], None], stopped: Callable[[], bool] = lambda: False) -> bool:
         """Train to the end of the run, or until `stopped`, and save.
 
         Args:
@@ -153,7 +153,7 @@ class Trainer:
             self.state.seconds = before + perf_counter() - started
             if self.progress >= 1 and held is None:
                 held = dataclasses.asdict(self.acceptance())
-            line = Progress(
+            line = StepReport(
                 step=step,
                 tokens=step * r.batch * r.length,
                 seconds=round(self.state.seconds, 2),
@@ -361,6 +361,6 @@ class _Log:
             lines = [x for x in path.read_text().splitlines() if json.loads(x)["step"] <= step]
             path.write_text("".join(f"{x}\n" for x in lines))
 
-    def add(self, line: Progress) -> None:
+    def add(self, line: StepReport) -> None:
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(dataclasses.asdict(line)) + "\n")

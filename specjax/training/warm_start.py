@@ -25,7 +25,7 @@ import numpy as np
 
 from specjax.drafters.config import HeadConfig, expected_tensors
 from specjax.targets.decoder import Target
-from specjax.training.features import capture
+from specjax.training.features import captured
 from specjax.training.packing import Packed
 
 SELF_SCORE = 8.0  # of a row with itself, when EAGLE-3's attention starts
@@ -105,11 +105,11 @@ def tap_scale(config: HeadConfig, target: Target, target_params: Any, packed: Pa
 def _run(target: Target, taps: tuple[int, ...], params: Any, rows: Any, batch: int) -> dict[str, np.ndarray]:
     """Features of rows in float32, some rows at a time, padding left out: `[n, ...]` by name."""
     count = rows.tokens.shape[0]
-    run = jax.jit(lambda params, rows: capture(target, taps, params, rows))
     parts = []
     for start in range(0, count, batch):
         some = np.minimum(np.arange(start, start + batch), count - 1)
-        parts.append(jax.device_get(run(params, jax.tree.map(functools.partial(np.take, indices=some, axis=0), rows))))
+        part = jax.tree.map(functools.partial(np.take, indices=some, axis=0), rows)
+        parts.append(jax.device_get(captured(target, taps, params, part)))
     out = {"hidden": [x.hidden for x in parts]} | ({"taps": [x.taps for x in parts]} if taps else {})
     return {name: np.concatenate(x)[:count].astype(np.float32) for name, x in out.items()}
 

@@ -7,7 +7,7 @@ import pytest
 from support import toy, training
 
 from specjax.draft import chunk
-from specjax.training.features import capture, fill, size
+from specjax.training.features import captured, fill, size
 from specjax.training.packing import pack
 
 
@@ -19,7 +19,7 @@ def packed():
 def test_a_packed_row_is_several_texts_apart(packed):
     target, params = toy.tiny()
     batch = packed.batch(np.arange(2))
-    out = jax.jit(lambda b: capture(target, (0, 1), params, b))(batch)
+    out = captured(target, (0, 1), params, batch)
 
     @jax.jit
     def alone(tokens):
@@ -43,7 +43,7 @@ def test_the_store_holds_what_is_captured_and_is_taken_up_again(packed, tmp_path
     held = sum(path.stat().st_size for path in (tmp_path / "f").iterdir() if path.suffix != ".json")
     assert held == size(packed, target.config.hidden_size, (1,))
     rows = np.array([5, 1])
-    want = jax.jit(lambda b: capture(target, (1,), params, b))(packed.batch(rows))
+    want = captured(target, (1,), params, packed.batch(rows))
     got = store.batch(rows)
     np.testing.assert_allclose(got.hidden.astype(np.float32), want.hidden, rtol=1e-2, atol=1e-2)
     np.testing.assert_allclose(got.taps.astype(np.float32), want.taps, rtol=1e-2, atol=1e-2)

@@ -13,7 +13,7 @@ from specjax.drafters import probe
 from specjax.drafters.formats.read import load_drafter
 from specjax.training import evaluate
 from specjax.training.export import export, readme
-from specjax.training.features import capture
+from specjax.training.features import captured
 from specjax.training.objective import Sample
 from specjax.training.packing import pack
 from specjax.training.recipe import make
@@ -120,7 +120,7 @@ def test_the_exported_folder_drafts_what_training_promised(trained, tmp_path):
     anchors = None if trainer.config.family == "eagle3" else jnp.asarray(roots)[None]
     sample = Sample(batch=batch, features=None, columns=None, anchors=anchors)
     read = {name: jnp.asarray(x, jnp.float32) for name, x in loaded.tensors.items()}
-    features = jax.jit(lambda b: capture(target, trainer.config.taps, params, b))(batch)
+    features = captured(target, trainer.config.taps, params, batch)
     hits = jax.jit(lambda s, f: trainer.objective.hits(read, jnp.float32(1), params, s, f))(sample, features)
     hit = np.asarray(hits.hit)[0]
     hit = hit[roots] if anchors is None else hit
