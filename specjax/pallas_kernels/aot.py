@@ -174,6 +174,7 @@ def tree_attention_job(
 ) -> Job:
     """Tree attention over a cache that is full."""
     from specjax.pallas_kernels.tree_attention import tpu
+    from specjax.pallas_kernels.tree_attention.tpu_request import Shape, bounds_of
 
     shape, kind = jax.ShapeDtypeStruct, jnp.dtype(dtype)
     columns = context // (page or context)
@@ -181,9 +182,9 @@ def tree_attention_job(
     q, tile = shape((batch, width, heads, dim), kind), shape((batch, width, groups, dim), kind)
     table = None if page is None else shape((batch, columns), jnp.int32)
     ints = shape((batch,), jnp.int32), shape((batch, width), jnp.int32)
-    static = tpu.Shape.of(q, tile, pages, table, window, softcap, None)
+    static = Shape.of(q, tile, pages, table, window, softcap, None)
     committed = np.full(batch, context, np.int32)
-    bounds = np.asarray(tpu.bounds_of(static, jnp.asarray(committed)))
+    bounds = np.asarray(bounds_of(static, jnp.asarray(committed)))
     read = batch * (context if window is None else min(context, window))
     return Job(
         name=name,
@@ -198,7 +199,7 @@ def tree_attention_job(
 
 
 def _attention_seconds(shape: Any, context: int, found: Schedule, chip: Chip) -> float:
-    """Time of the kernel of `tree_attention/tpu.py` when every request holds `context` slots, whole blocks.
+    """Time of the kernel of tree attention when every request holds `context` slots, whole blocks.
 
     A request is what stands before and after its blocks (its draft tile, mostly) and, a block, the longer of its
     bundles and its copies; the copies of one block run beside the bundles of the one before, across requests too.
