@@ -194,7 +194,7 @@ def write(trainer: "Trainer", corpus: "Corpus", folder: Path, metrics: list[dict
         command,
         trainer.calibration(),
     )
-    return export(folder, trainer.config, trainer.tensors(), trainer.target.config, text)
+    return export(folder, trainer.written_config, trainer.tensors(), trainer.target.config, text)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,9 @@ class Recipe(Strict):
         selector_top_k: (dflash2, ubtree) candidates of a position, when drafting.
         codebook_hidden: (ubtree) width of the codebook networks.
         markov_rank: (dspark) rank of the Markov head.
+        head_rank: rank of the low-rank head that picks candidates when drafting, factored from the full head when the
+            drafter is loaded; 0 scores every token. Training does not read it.
+        head_candidates: tokens that it picks.
         start: a folder with a drafter whose tensors are taken over where names and shapes agree, instead of a warm
             start from the target.
         warm_rows: packed rows that the ridge warm start looks at; 0 starts at random.
@@ -75,6 +78,8 @@ class Recipe(Strict):
     selector_top_k: int = Field(default=16, ge=1)
     codebook_hidden: int = Field(default=256, ge=1)
     markov_rank: int = Field(default=16, ge=0)
+    head_rank: int = Field(default=0, ge=0)
+    head_candidates: int = Field(default=64, ge=1)
     start: str | None = None
     warm_rows: int = Field(default=64, ge=0)
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.drafters.config import HeadConfig
 from specjax.targets.decoder import Target
@@ -26,7 +27,7 @@ from specjax.training import calibrate, evaluate, features, optimizer, warm_star
 from specjax.training.corpus import Corpus
 from specjax.training.objective import Objective, Sample
 from specjax.training.packing import Packed, pack, rows_of_step
-from specjax.training.recipe import Recipe, head_config
+from specjax.training.recipe import Recipe, head_config, make
 from specjax.training.vocabulary import Chooser
 
 HELD_OUT_ANCHORS = 16  # of a packed row, when a block drafter is looked at
@@ -108,13 +109,20 @@ class Trainer:
         self.config: HeadConfig = head_config(recipe, target.config, seen)
         self.objective = Objective(recipe, self.config, target, str(jax.tree.leaves(params)[0].dtype))
         # What the loss reads of the target; its layers too where a step makes the features itself.
+        # With several devices, each takes some of a batch's rows; weights are everywhere.
+        mesh = Mesh(np.array(jax.devices()), ("rows",))
+        if recipe.batch % mesh.size:
+            raise ValueError(f"a batch of {recipe.batch} rows cannot be shared out to {mesh.size} devices")
+        self._rows, self._everywhere = NamedSharding(mesh, PartitionSpec("rows")), NamedSharding(mesh, PartitionSpec())
+        self._params = params = jax.device_put(params, self._everywhere)
         self._shared = {name: params[name] for name in ("embedding", "norm", "head") if name in params}
-        self._params = params
         self._manager = _Checkpoints(self.out / "checkpoints")
         self._identify(resume)
         note(f"{len(self.packed)} rows of {recipe.length} tokens, {int(self.packed.mask.sum())} to learn")
         self._store = self._features(note) if recipe.features == "cache" else None
         self.state = self._restored() if resume else self._fresh(start, note)
+        for name in ("trained", "optimizer", "scale"):
+            setattr(self.state, name, jax.device_put(getattr(self.state, name), self._everywhere))
 
     # ---------------------------------------------------------------- running
 
@@ -189,12 +197,13 @@ class Trainer:
         rows = rows_of_step(len(self.packed), r.batch, step, r.seed)
         batch = self.packed.batch(rows)
         rng = np.random.default_rng((r.seed, 1, step))
-        return Sample(
+        rows = Sample(
             batch=batch,
             features=None if self._store is None else self._store.batch(rows),
-            columns=self.chooser.columns(batch.tokens, rng),
+            columns=None,
             anchors=self.objective.anchors(batch, rng, r.anchors),
         )
+        return dataclasses.replace(jax.device_put(rows, self._rows), columns=self.chooser.columns(batch.tokens, rng))
 
     def acceptance(self, packed: Packed | None = None, keep: Callable[[Any], None] = lambda hits: None):
         """`Acceptance` on the held-out slice or on other rows; `keep` is handed the hits of each batch."""
@@ -214,6 +223,12 @@ class Trainer:
         valid = np.concatenate([np.asarray(x.valid) for x in hits])
         logits, hit = (np.concatenate([np.asarray(getattr(x, n)) for x in hits]) for n in ("confidence", "hit"))
         return calibrate.fit(logits[valid], hit[valid])
+
+    @property
+    def written_config(self) -> HeadConfig:
+        """The drafter as it is written: with the candidate head, which training leaves out."""
+        r = self.recipe
+        return dataclasses.replace(self.config, head_rank=r.head_rank, head_candidates=r.head_candidates)
 
     def tensors(self) -> dict[str, np.ndarray]:
         """The drafter's own tensors as they are now, float32."""
@@ -240,12 +255,13 @@ class Trainer:
         if not resume:
             raise ValueError(f"{self.out} holds a run already: resume it, or name another folder")
         found = json.loads(path.read_text())
+        there = make(found["recipe"]).model_dump(mode="json")
         if found["corpus"] != about["corpus"]:
             raise ValueError(
                 f"the run in {self.out} was made on other data: a corpus that has grown needs a new run, which may "
                 "start from this run's drafter"
             )
-        other = {k for k in about["recipe"] if found["recipe"].get(k) != about["recipe"][k]}
+        other = {name for name, value in about["recipe"].items() if there[name] != value}
         if other:
             raise ValueError(f"the run in {self.out} has another {', '.join(sorted(other))}: resume it as it is")
 

@@ -2,6 +2,10 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +30,7 @@ COMMON = {
     "adam_rate": 3e-3,
 }  # fmt: skip
 FAMILIES = {
-    "eagle3": {"unroll": 4},
+    "eagle3": {"unroll": 4, "head_rank": 8, "head_candidates": toy.VOCAB},
     "dspark": {"block_size": 5, "anchors": 12, "markov_rank": 8},
 }
 OTHERS = {
@@ -107,10 +111,10 @@ def test_the_exported_folder_drafts_what_training_promised(trained, tmp_path):
     text = readme(
         trainer.config, trainer.recipe.model_dump(), data, metrics, "specjax train run", trainer.calibration()
     )
-    folder = export(tmp_path / "drafter", trainer.config, trainer.tensors(), target.config, text)
+    folder = export(tmp_path / "drafter", trainer.written_config, trainer.tensors(), target.config, text)
     assert f"{metrics[-1]['held_out']['length']:.3f}" in (folder / "README.md").read_text()
     loaded = load_drafter(folder, target.config)
-    assert loaded.config == trainer.config
+    assert loaded.config == trainer.written_config
     tokens = training.texts(300, 0.1)[7]
     corpus = training.corpus(300, 0.1)
     packed = pack(type(corpus)([corpus.dialogues[7]], corpus.origin), trainer.recipe.length)
@@ -146,3 +150,25 @@ def test_a_folder_is_of_one_run(trained, tmp_path):
         run(family, trainer.out, FAMILIES[family] | {"batch": 4}, resume=True)
     with pytest.raises(ValueError, match="no run that could be resumed"):
         run(family, tmp_path / "none", FAMILIES[family], resume=True)
+
+
+@pytest.mark.slow
+def test_two_devices_share_a_batch(tmp_path):
+    """The same losses as one device, up to the order of sums; in a process of its own, where the CPU counts as two."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import jax
+assert len(jax.devices()) == 2
+from pathlib import Path
+from training.test_trainer import FAMILIES, run
+trainer = run("eagle3", Path({str(tmp_path / "two")!r}), FAMILIES["eagle3"])
+print([float(trainer.step(0.5)["loss"]) for _ in range(4)])
+assert len(trainer.sample(0).batch.tokens.sharding.device_set) == 2
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    out = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr
+    one = run("eagle3", tmp_path / "one", FAMILIES["eagle3"])
+    want = [float(one.step(0.5)["loss"]) for _ in range(4)]
+    np.testing.assert_allclose(json.loads(out.stdout.splitlines()[-1]), want, rtol=1e-3)
