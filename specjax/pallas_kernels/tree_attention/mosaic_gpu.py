@@ -101,7 +101,7 @@ class _Shape:
             raise NotImplementedError(f"compute capability {capability}, of 90, 100 and 103")
         if not (q.dtype == k.dtype == dtype) or dtype not in (jnp.bfloat16, jnp.float16):
             raise NotImplementedError(f"dtypes {q.dtype}, {k.dtype} and a cache of {dtype}")
-        most = 256 if capability == 90 else 128  # a thread of Blackwell's holds a whole row of sums
+        most = 128 if capability == 90 else 256  # whose threads keep their sums in registers
         if dim % 16 or dim > most:
             raise NotImplementedError(f"heads of width {dim}, of multiples of 16 up to {most}")
         if page % BLOCK and (page < 16 or BLOCK % page):
@@ -142,9 +142,8 @@ class _Shape:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """Start and size of pieces of a head whose sums are worked on one after another, to spare registers."""
-        most = 64 if self.blackwell else 128
-        return [(start, min(most, self.dim - start)) for start in range(0, self.dim, most)]
+        """Start and size of pieces of a head whose sums pass through registers one after another."""
+        return [(start, min(64, self.dim - start)) for start in range(0, self.dim, 64)]
 
     @property
     def stages(self) -> int:
@@ -159,7 +158,7 @@ class _Shape:
 
 
 def _pack(q: Array, k: Array, v: Array, seen: Array, position: Array, shape: _Shape) -> tuple[Array, ...]:
-    """Queries `[b, g, n * r, f]`, tile `[b, g, j, f]` twice, its mask `[b, n * r, j]`, positions `[b, n * r]`; padded."""
+    """Queries `[b, g, n * r, f]`, tile `[b, g, j, f]` twice, mask `[b, n * r, j]`, positions `[b, n * r]`; padded."""
     s = shape
     q = q.reshape(s.batch, s.width, s.groups, s.ratio, s.dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(s.batch, s.groups, s.width * s.ratio, s.dim)
@@ -177,10 +176,12 @@ def _call(shape: _Shape, interpret: bool | plgpu.InterpretGPUParams):
     s = shape
     packed = (s.splits, s.batch, s.groups, s.row_tiles * s.rows)
 
+    # One swizzle for all: wgmma wants that of both sides to be the same.
+    swizzle = plgpu.find_swizzle(math.gcd(s.dim, BLOCK) * s.dtype.itemsize * 8)
+    transforms = (plgpu.TilingTransform((8, swizzle // s.dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
+
     def shared(*dims: int):
-        swizzle = plgpu.find_swizzle(dims[-1] * s.dtype.itemsize * 8)
-        tiling = plgpu.TilingTransform((8, swizzle // s.dtype.itemsize))
-        return plgpu.SMEM(dims, s.dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+        return plgpu.SMEM(dims, s.dtype, transforms=transforms)
 
     scratch = {
         "q_shared": shared(s.rows, s.dim),
@@ -284,24 +285,19 @@ def _kernel(
                 at = pl.ds(start - column * s.page if s.page > BLOCK else 0, s.piece)
                 each(i, (k_pages.at[page, group, at], v_pages.at[page, group, at]))
 
-    def products(a, b, memory, pieces):
-        """`a @ b` by pieces of its columns."""
-        if s.blackwell:
-            plgpu.tcgen05_mma(memory, a, b, done, accumulate=False)
-            plgpu.barrier_wait(done)
-        for at, size in pieces:
-            if s.blackwell:
-                found = plgpu.async_load_tmem(memory.at[:, pl.ds(at, size)])
-                plgpu.wait_load_tmem()
-                yield found
-            else:
-                part = b if len(pieces) == 1 else b.at[:, pl.ds(at, size)]
+    def multiply(a, b, memory, accumulate=False):
+        """Blackwell's product, into the tensor cores' own memory."""
+        plgpu.tcgen05_mma(memory, a, b, done, accumulate=accumulate)
+        plgpu.barrier_wait(done)
 
-                def run(sums, part=part):
-                    plgpu.wgmma(sums, a, part)
-                    return sums[...]
+    def product(a, b):
+        """Hopper's product, into registers."""
 
-                yield pl.run_scoped(run, plgpu.ACC((s.rows, size), jnp.float32))
+        def run(sums):
+            plgpu.wgmma(sums, a, b)
+            return sums[...]
+
+        return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
     def rowwise(x, size):
         return jax.lax.broadcast_in_dim(x, (s.rows, size), [0])
@@ -310,7 +306,13 @@ def _kernel(
         top, total, *sums = carry
         slot = jax.lax.rem(step, s.stages)
         plgpu.barrier_wait(arrived.at[slot])
-        [scores] = products(q_shared, k_ring.at[slot].transpose((1, 0)), scores_memory, [(0, BLOCK)])
+        keys = k_ring.at[slot].transpose((1, 0))
+        if s.blackwell:
+            multiply(q_shared, keys, scores_memory)
+            scores = plgpu.async_load_tmem(scores_memory)
+            plgpu.wait_load_tmem()
+        else:
+            scores = product(q_shared, keys)
         if s.softcap is None:
             scores = scores * (s.scale * LOG2E)
         else:  # 1 - 2 / (1 + exp(2 x)) is tanh(x)
@@ -337,8 +339,18 @@ def _kernel(
         total = total * shrink + jnp.sum(weights, axis=1)
         weights_shared[...] = weights.astype(s.dtype)
         plgpu.commit_smem()
-        for i, more in enumerate(products(weights_shared, v_ring.at[slot], sums_memory, s.pieces)):
-            sums[i] = sums[i] * rowwise(shrink, s.pieces[i][1]) + more
+        if s.blackwell:  # whose threads have a row each, more than their registers hold
+            for at, size in s.pieces:
+                part = sums_memory.at[:, pl.ds(at, size)]
+                found = plgpu.async_load_tmem(part)
+                plgpu.wait_load_tmem()
+                plgpu.async_store_tmem(part, found * rowwise(shrink, size))
+            plgpu.commit_tmem()
+            multiply(weights_shared, v_ring.at[slot], sums_memory, accumulate=True)
+        else:
+            for i, (at, size) in enumerate(s.pieces):
+                more = product(weights_shared, v_ring.at[slot, :, pl.ds(at, size)])
+                sums[i] = sums[i] * rowwise(shrink, size) + more
         copy(step + s.stages)
         return new, total, *sums
 
@@ -349,7 +361,12 @@ def _kernel(
         return plgpu.layout_cast(jnp.full(dims, value, jnp.float32), layout)
 
     carry = tuple(filled((s.rows,), value, layout.reduce(1)) for value in (NEG, 0.0))
-    carry += tuple(filled((s.rows, size), 0.0, layout) for _, size in s.pieces)
+    if s.blackwell:
+        for at, size in s.pieces:
+            plgpu.async_store_tmem(sums_memory.at[:, pl.ds(at, size)], filled((s.rows, size), 0.0, layout))
+        plgpu.commit_tmem()
+    else:
+        carry += tuple(filled((s.rows, size), 0.0, layout) for _, size in s.pieces)
     carry = jax.lax.fori_loop(0, tiles, functools.partial(add, kind="tile"), carry)
     if s.window is not None:
         carry = jax.lax.fori_loop(tiles, whole, functools.partial(add, kind="edge"), carry)
@@ -358,7 +375,8 @@ def _kernel(
 
     some = total > 0  # a split may have no blocks
     total = jnp.where(some, total, 1.0)
-    for (at, size), x in zip(s.pieces, sums, strict=True):
+    for i, (at, size) in enumerate(s.pieces):
+        x = plgpu.async_load_tmem(sums_memory.at[:, pl.ds(at, size)]) if s.blackwell else sums[i]
         target = out.at[split, request, group, rows, pl.ds(at, size)]
         plgpu.store(target, (x / rowwise(total, size)).astype(out.dtype), optimized=False)
     lse = jnp.where(some, top + jnp.log(total) * LOG2E, NEG)
