@@ -152,7 +152,7 @@ def saved_recipe(folder: str) -> "Recipe":
     path = Path(folder) / "run.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no run")
-    return recipe.make(json.loads(path.read_text())["recipe"])
+    return recipe.restore(json.loads(path.read_text())["recipe"])
 
 
 def load(recipe: "Recipe", corpus: str, out: str, *, resume: bool) -> tuple["Trainer", "Corpus"]:

@@ -16,6 +16,22 @@ from specjax.targets.config import DecoderConfig
 
 Family = Literal["eagle3", "mtp", "dflash", "dflash2", "dspark", "ubtree"]
 TEST_TIME: tuple[Family, ...] = ("eagle3", "mtp")
+BLOCK_ONLY: tuple[Family, ...] = ("dflash", "dflash2", "dspark", "ubtree")
+
+# Options that some families have.
+OWN: dict[str, tuple[Family, ...]] = {
+    **dict.fromkeys(("layers", "block_size", "mask_token_id", "anchors"), BLOCK_ONLY),
+    "taps": ("eagle3", *BLOCK_ONLY),
+    "unroll": TEST_TIME,
+    "markov_rank": ("dspark",),
+    "codebook_hidden": ("ubtree",),
+    **dict.fromkeys(("selector_rank", "selector_top_k", "unary_weight"), ("dflash2", "ubtree")),
+}
+
+
+def owns(family: str, option: str) -> bool:
+    """Whether a family has an option."""
+    return family in OWN.get(option, (family,))
 
 
 class Recipe(Strict):
@@ -117,11 +133,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _fits(self):
-        own = {"layers": BLOCK_ONLY, "block_size": BLOCK_ONLY, "mask_token_id": BLOCK_ONLY, "anchors": BLOCK_ONLY}
-        own |= {"unroll": TEST_TIME, "markov_rank": ("dspark",), "codebook_hidden": ("ubtree",)}
-        own |= dict.fromkeys(("selector_rank", "selector_top_k", "unary_weight"), ("dflash2", "ubtree"))
-        own |= {"taps": ("eagle3", *BLOCK_ONLY)}
-        wrong = [n for n, families in own.items() if n in self.model_fields_set and self.drafter not in families]
+        wrong = [n for n in OWN if n in self.model_fields_set and not owns(self.drafter, n)]
         if wrong:
             raise ValueError(f"{self.drafter} has no {', '.join(wrong)}")
         if self.taps is not None and list(self.taps) != sorted(set(self.taps)):
@@ -135,8 +147,6 @@ class Recipe(Strict):
             return self.unroll
         return self.block_size if self.drafter == "dspark" else self.block_size - 1
 
-
-BLOCK_ONLY: tuple[Family, ...] = ("dflash", "dflash2", "dspark", "ubtree")
 
 # What a family has that the defaults above do not say.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -161,6 +171,11 @@ def make(values: Mapping[str, Any]) -> Recipe:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors()]
         raise ConfigError("the training recipe cannot be honoured:" + "".join(f"\n  - {x}" for x in lines)) from None
     return recipe
+
+
+def restore(values: Mapping[str, Any]) -> Recipe:
+    """The recipe whose `model_dump` these values are, written by this or an earlier version."""
+    return make({name: value for name, value in values.items() if owns(values["drafter"], name)})
 
 
 def load(path: str | Path | None, overrides: Iterable[str] = ()) -> Recipe:

@@ -27,7 +27,7 @@ from specjax.training import calibrate, evaluate, features, optimizer, warm_star
 from specjax.training.corpus import Corpus
 from specjax.training.objective import Objective, Sample
 from specjax.training.packing import Packed, pack, rows_of_step
-from specjax.training.recipe import Recipe, head_config, make
+from specjax.training.recipe import Recipe, head_config, restore
 from specjax.training.vocabulary import Chooser
 
 HELD_OUT_ANCHORS = 16  # of a packed row, when a block drafter is looked at
@@ -255,7 +255,7 @@ class Trainer:
         if not resume:
             raise ValueError(f"{self.out} holds a run already: resume it, or name another folder")
         found = json.loads(path.read_text())
-        there = make(found["recipe"]).model_dump(mode="json")
+        there = restore(found["recipe"]).model_dump(mode="json")
         if found["corpus"] != about["corpus"]:
             raise ValueError(
                 f"the run in {self.out} was made on other data: a corpus that has grown needs a new run, which may "

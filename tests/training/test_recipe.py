@@ -5,7 +5,7 @@ from support import toy
 from specjax.config import ConfigError
 from specjax.drafters.learned import check_tensors
 from specjax.training.optimizer import is_matrix, rate
-from specjax.training.recipe import default_taps, head_config, load, make
+from specjax.training.recipe import default_taps, head_config, load, make, restore
 from specjax.training.warm_start import random
 
 
@@ -13,6 +13,7 @@ def test_a_file_yields_to_overrides_and_to_nothing_else(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("drafter: dspark\nsteps: 10\nbatch: 2\n")
     recipe = load(path, ["batch=3", "taps=[1, 2]"])
+    assert restore(recipe.model_dump(mode="json")) == recipe
     assert (recipe.batch, recipe.taps, recipe.block_size, recipe.decay) == (3, (1, 2), 7, 4.0)
 
 

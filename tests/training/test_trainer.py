@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from support import toy, training
 
+from specjax.cli import train_run
 from specjax.drafters import probe
 from specjax.drafters.formats.read import load_drafter
 from specjax.training import evaluate
@@ -150,6 +151,23 @@ def test_a_folder_is_of_one_run(trained, tmp_path):
         run(family, trainer.out, FAMILIES[family] | {"batch": 4}, resume=True)
     with pytest.raises(ValueError, match="no run that could be resumed"):
         run(family, tmp_path / "none", FAMILIES[family], resume=True)
+
+
+def test_the_commands_finish_and_look_at_a_run(trained, tmp_path, monkeypatch, capsys):
+    trainer, _ = trained
+    monkeypatch.setattr(train_run, "load", lambda *args, **options: (trainer, training.corpus(300, 0.1)))
+    out = str(trainer.out)
+    picture = tmp_path / "curve.png"
+    assert train_run.Run(corpus="corpus", out=out, resume=True, plot=str(picture)).run() == 0
+    assert picture.stat().st_size > 1000
+    text = (trainer.out / "drafter" / "README.md").read_text()
+    assert f"specjax train run --drafter {trainer.config.family} --target toy" in text and "-o warm_rows=16" in text
+    assert train_run.Eval(folder=out, corpus="corpus", export=str(tmp_path / "drafter")).run() == 0
+    printed = capsys.readouterr().out
+    assert trainer.config.family in printed and "ngram" in printed
+    assert load_drafter(tmp_path / "drafter", trainer.target.config).config == trainer.written_config
+    with pytest.raises(ValueError, match="leave the other options out"):
+        train_run.Run(corpus="corpus", out=out, resume=True, steps=5).run()
 
 
 @pytest.mark.slow
