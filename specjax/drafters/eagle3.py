@@ -20,13 +20,13 @@ from specjax.draft import DraftShape
 from specjax.drafters.base import Features
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.layers import apply, norm, norm_weight
-from specjax.drafters.recurrent import Recurrent, build_params
+from specjax.drafters.recurrent import Recurrent, build_recurrent
 from specjax.targets.decoder import Target
 
 DEPTH, BRANCHING, ROWS = 5, 4, 16
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle3(Recurrent):
     """The drafter; `build` makes one with its parameters."""
 
@@ -86,14 +86,9 @@ def build(
     """
     if rows is None:
         rows = depth + 1 if branching == 1 else max(min(ROWS, 1 + branching + (depth - 1) * branching**2), depth + 1)
-    head, params = build_params(config, tensors, target_params, dtype)
-    drafter = Eagle3(
-        config=config,
-        head=head,
-        shape=DraftShape(kind=config.family, depth=depth, branching=branching, rows=rows),
-        max_position=target.config.max_position_embeddings,
-        sampled=sampled,
-        dtype=str(jnp.dtype(dtype)),
+    shape = DraftShape(kind=config.family, depth=depth, branching=branching, rows=rows)
+    drafter, params = build_recurrent(
+        Eagle3, config, tensors, target, target_params, dtype, shape=shape, sampled=sampled
     )
     return drafter, params | fusion_params(config, tensors, dtype)
 

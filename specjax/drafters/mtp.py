@@ -25,13 +25,13 @@ from specjax.draft import DraftShape
 from specjax.drafters.base import Features
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.layers import apply, norm, norm_weight
-from specjax.drafters.recurrent import Recurrent, build_params
+from specjax.drafters.recurrent import Recurrent, build_recurrent
 from specjax.targets.decoder import Target
 
 DEPTH = 3
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MTP(Recurrent):
     """The drafter; `build` makes one with its parameters."""
 
@@ -93,7 +93,8 @@ def build(
         )
     if rows is None:
         rows = depth + 1 if branching == 1 else 1 + branching + (depth - 1) * branching**2
-    head, params = build_params(config, tensors, target_params, dtype)
+    shape = DraftShape(kind=config.family, depth=depth, branching=branching, rows=rows)
+    drafter, params = build_recurrent(MTP, config, tensors, target, target_params, dtype, shape=shape, sampled=sampled)
     params |= {
         "fuse": {"weight": jnp.asarray(tensors["fuse.weight"], dtype)},
         "embedding_norm": norm_weight(config, tensors, "embedding_norm"),
@@ -107,12 +108,4 @@ def build(
                 "hide cannot be recovered"
             )
         params["target_norm"] = weight
-    drafter = MTP(
-        config=config,
-        head=head,
-        shape=DraftShape(kind=config.family, depth=depth, branching=branching, rows=rows),
-        max_position=target.config.max_position_embeddings,
-        sampled=sampled,
-        dtype=str(jnp.dtype(dtype)),
-    )
     return drafter, params

@@ -20,11 +20,11 @@ from specjax.drafters.base import Context
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.eagle3 import Eagle3, fusion_params
 from specjax.drafters.ngram import copied_draft
-from specjax.drafters.recurrent import build_params
+from specjax.drafters.recurrent import build_recurrent
 from specjax.targets.decoder import Target
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PEagle(Eagle3):
     """The drafter; `build` makes one with its parameters."""
 
@@ -127,14 +127,9 @@ def build(
         raise ValueError(
             f"peagle needs a mask token among the embedding's {config.vocab_size} rows, got {config.mask_token_id}"
         )
-    head, params = build_params(config, tensors, target_params, dtype)
-    drafter = PEagle(
-        config=config,
-        head=head,
-        shape=DraftShape.chain(config.family, num_speculative_tokens or config.depths),
-        max_position=target.config.max_position_embeddings,
-        sampled=sampled,
-        dtype=str(jnp.dtype(dtype)),
+    shape = DraftShape.chain(config.family, num_speculative_tokens or config.depths)
+    drafter, params = build_recurrent(
+        PEagle, config, tensors, target, target_params, dtype, shape=shape, sampled=sampled
     )
     params |= fusion_params(config, tensors, dtype)
     return drafter, params | {"mask_hidden": jnp.asarray(tensors["mask_hidden"], dtype).reshape(-1)}
