@@ -43,7 +43,7 @@ goldens: $(GOLDENS)  ## record the reference outputs that the parity tests compa
 	.venv-goldens/bin/python tests/parity/make_goldens.py $(ARGS)
 	.venv-goldens/bin/python tests/parity/make_drafter_goldens.py
 
-aot: $(AOT)  ## compile the kernels for chips that are not here (CHIPS="tpu-v6e tpu-7x", ARGS="--short --json FILE")
+aot: $(AOT)  ## compile the kernels for chips that are not here (CHIPS="tpu-v6e h100 mi300x", ARGS="--short --json FILE")
 	.venv-aot/bin/specjax aot $(if $(CHIPS),--chips "$(CHIPS)") $(ARGS)
 
 clean:  ## remove what the other targets made, the virtual environments too
@@ -76,5 +76,5 @@ $(GOLDENS): Makefile
 $(AOT): pyproject.toml
 	$(PYTHON) -m venv .venv-aot
 	.venv-aot/bin/python -m pip install --quiet --upgrade pip
-	.venv-aot/bin/python -m pip install --quiet -e '.[tpu]'
+	.venv-aot/bin/python -m pip install --quiet -e '.[tpu,cuda,aot]'
 	@touch $@

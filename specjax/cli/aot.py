@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +14,13 @@ from specjax.cli import flags
 HELP = """Compile the kernels for accelerators that are not attached.
 
   specjax aot
-  specjax aot --chips "tpu-v6e tpu-7x" --json out/aot.json
+  specjax aot --chips "tpu-v6e tpu-7x h100 mi300x" --json out/aot.json
   specjax aot --short
 
-Needs the chips' compilers: pip install 'specjax[tpu]', or `make aot`, which makes an environment of its own. Exit code
-1 if anything does not compile. "ratio" is the estimate (scheduled bundles over the clock against copied bytes over the
-bandwidth, whichever is longer) over the time in which the memory delivers the bytes that must be read."""
+Needs the chips' compilers: pip install 'specjax[tpu,cuda,aot]', or `make aot`, which makes an environment of its own.
+Exit code 1 if anything does not compile, or spills registers on a GPU. "declined" is a kernel that leaves a shape to
+the next one. "ratio" is the estimate (scheduled bundles over the clock against copied bytes over the bandwidth,
+whichever is longer) over the time in which the memory delivers the bytes that must be read."""
 
 COLUMNS = {
     "chip": "chip",
@@ -30,6 +31,9 @@ COLUMNS = {
     "temporary_bytes": "temp KB",
     "bundles": "bundles",
     "spills": "spills",
+    "registers": "registers",
+    "shared_bytes": "shared KB",
+    "spill_bytes": "spilled B",
     "copied_bytes": "copied MB",
     "copy_us": "copy µs",
     "compiler_us": "compiler µs",
@@ -37,7 +41,13 @@ COLUMNS = {
     "roofline_us": "roofline µs",
     "ratio": "ratio",
 }
-SCALE = {"code_bytes": 2**10, "vmem_bytes": 2**10, "temporary_bytes": 2**10, "copied_bytes": 1e6}
+SCALE = {
+    "code_bytes": 2**10,
+    "vmem_bytes": 2**10,
+    "temporary_bytes": 2**10,
+    "shared_bytes": 2**10,
+    "copied_bytes": 1e6,
+}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,18 +63,19 @@ class Aot(flags.CommonFlags):
 
     def run(self) -> int:
         """Compile, print, write; 1 if something does not compile."""
-        from specjax.pallas_kernels.aot import CHIPS
+        from specjax.pallas_kernels import aot, aot_gpu
 
-        names = (self.chips or " ".join(CHIPS)).replace(",", " ").split()
-        if unknown := [name for name in names if name not in CHIPS]:
-            raise ValueError(f"unknown chips {', '.join(unknown)}; known: {', '.join(CHIPS)}")
+        known = (*aot.CHIPS, *aot_gpu.CHIPS)
+        names = (self.chips or " ".join(known)).replace(",", " ").split()
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"unknown chips {', '.join(unknown)}; known: {', '.join(known)}")
         if self.json is not None and not Path(self.json).absolute().parent.is_dir():
             raise ValueError(f"cannot write {self.json}: its folder does not exist")
         rows = []
         for name in names:
             for row in in_a_process(name, self.short):
                 rows.append(row)
-                flags.note(f"{row['chip']}: {row['job']}: {row.get('error') or 'compiled'}")
+                flags.note(f"{row['chip']}: {row['job']}: {row.get('error') or row.get('declined') or 'compiled'}")
         show(rows)
         if self.json is not None:
             Path(self.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
@@ -88,16 +99,26 @@ def in_a_process(chip: str, short: bool) -> Iterator[dict[str, Any]]:
 def worker(name: str, short: bool) -> None:
     """Print a line of JSON for everything that is compiled for a chip."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from specjax.pallas_kernels import aot
+    from specjax.pallas_kernels import aot, aot_gpu
 
+    if name in aot_gpu.CHIPS:
+        aot_gpu.prepare()
+        gpu = aot_gpu.CHIPS[name]
+        for job in aot_gpu.jobs(gpu, short):
+            print(json.dumps(attempt(name, job, lambda job=job: aot_gpu.run(job, gpu))), flush=True)
+        return
     chip = aot.CHIPS[name]
     with aot.dumping(kernels=chip.platform == "tpu") as folder:
         for job in aot.tpu_jobs(short):
-            try:
-                row = aot.run(job, chip, folder)
-            except Exception as error:
-                row = {"chip": name, "job": job.name, "error": f"{type(error).__name__}: {str(error)[:2000]}"}
-            print(json.dumps(row), flush=True)
+            print(json.dumps(attempt(name, job, lambda job=job: aot.run(job, chip, folder))), flush=True)
+
+
+def attempt(chip: str, job: Any, compiled: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row of a job, or what its compiler refuses."""
+    try:
+        return compiled()
+    except Exception as error:
+        return {"chip": chip, "job": job.name, "error": f"{type(error).__name__}: {str(error)[:2000]}"}
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -120,7 +141,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 def _cell(row: dict[str, Any], key: str) -> str:
     value = row.get(key)
     if value is None:
-        return "failed" if key == "compile_s" and "error" in row else ""
+        if key == "compile_s":
+            return "failed" if "error" in row else "declined" if "declined" in row else ""
+        return ""
     return f"{value / SCALE[key]:.0f}" if key in SCALE else str(value)
 
 

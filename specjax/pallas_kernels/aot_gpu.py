@@ -1,0 +1,312 @@
+"""Compiling for GPUs that are not attached, and the registers, shared memory and spills that their compilers report.
+
+NVIDIA: XLA compiles for a description of the chip; `ptxas`, from NVIDIA's wheel, makes the machine code and counts.
+AMD: XLA has no such route, but JAX lowers a Triton kernel for ROCm without one, and the code generator in the `triton`
+wheel takes what it lowered to machine code. Nothing is run.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A GPU.
+
+    Attributes:
+        name: what it is called here.
+        platform: JAX's platform.
+        kind: what JAX calls the device.
+        bandwidth: bytes a second of its memory.
+        backends: kernels that are compiled for it.
+        cores: multiprocessors or compute units.
+        description: XLA's description of it; empty where XLA cannot compile from one.
+    """
+
+    name: str
+    platform: str
+    kind: str
+    bandwidth: float
+    backends: tuple[str, ...]
+    cores: int
+    description: str = ""
+
+
+def _nvidia(name, kind, capability, backends, *, cores, bandwidth, memory, shared, l2, clock, units=128) -> Chip:
+    """Shared memory a block may have is 1 KiB less than a multiprocessor's `shared`."""
+    major, minor = capability
+    return Chip(
+        name,
+        "cuda",
+        kind,
+        bandwidth,
+        backends,
+        cores,
+        f"""gpu_device_info {{
+  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152  shared_memory_per_core: {shared}  shared_memory_per_block_optin: {shared - 1024}
+  core_count: {cores}  fpus_per_core: {units}  clock_rate_ghz: {clock}
+  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
+  memory_bandwidth: {bandwidth:.0f}  l2_cache_size: {l2}  device_memory_size: {memory:.0f}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 12 }}
+device_description_str: "{kind}"
+""",
+    )
+
+
+BOTH = ("mosaic_gpu", "triton")
+KIB = 2**10
+# Figures: the makers' data sheets and architecture papers.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        _nvidia(
+            "a100", "NVIDIA A100-SXM4-80GB", (8, 0), ("triton",),
+            cores=108, bandwidth=2.039e12, memory=80e9, shared=164 * KIB, l2=40 * KIB**2, clock=1.41, units=64,
+        ),
+        _nvidia(
+            "h100", "NVIDIA H100 80GB HBM3", (9, 0), BOTH,
+            cores=132, bandwidth=3.35e12, memory=80e9, shared=228 * KIB, l2=50 * KIB**2, clock=1.98,
+        ),
+        _nvidia(
+            "b200", "NVIDIA B200", (10, 0), BOTH,
+            cores=148, bandwidth=8e12, memory=180e9, shared=228 * KIB, l2=126 * KIB**2, clock=1.965,
+        ),
+        Chip("mi300x", "rocm", "gfx942", 5.3e12, ("triton",), 304),
+        Chip("mi355x", "rocm", "gfx950", 8e12, ("triton",), 256),
+    )
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Something to compile: its line in the table, the function, its arguments, bytes that it must read."""
+
+    name: str
+    function: Callable
+    args: tuple
+    needed: int
+
+
+def tree_attention_job(
+    name: str,
+    backend: str,
+    *,
+    batch: int = 8,
+    width: int = 16,
+    heads: int = 32,
+    groups: int = 8,
+    dim: int = 128,
+    page: int | None = None,
+    context: int = 8192,
+    window: int | None = None,
+    softcap: float | None = None,
+    dtype: str = "bfloat16",
+) -> Job:
+    """Tree attention over a cache that is full."""
+    module = importlib.import_module(f"specjax.pallas_kernels.tree_attention.{backend}")
+    shape, kind = jax.ShapeDtypeStruct, jnp.dtype(dtype)
+    columns = context // (page or context)
+    pages = shape((batch * columns, groups, page or context, dim), kind)
+    q, tile = shape((batch, width, heads, dim), kind), shape((batch, width, groups, dim), kind)
+    table = None if page is None else shape((batch, columns), jnp.int32)
+    ints = shape((batch,), jnp.int32), shape((batch, width), jnp.int32)
+    read = batch * (context if window is None else min(context, window))
+    return Job(
+        name=f"tree_attention {name}, {backend}",
+        function=functools.partial(module.attend, scale=dim**-0.5, window=window, softcap=softcap),
+        args=(q, tile, tile, shape((batch, width, width), jnp.bool_), pages, pages, table, *ints),
+        needed=2 * read * groups * dim * kind.itemsize,
+    )
+
+
+MAIN: dict[str, dict[str, Any]] = {"8x16 rows, 8k, dense": {}}
+SHAPES: dict[str, dict[str, Any]] = MAIN | {
+    "8x16 rows, 8k, pages of 16": {"page": 16},
+    "1 row, 8k": {"batch": 1, "width": 1},
+    "2x128 rows": {"batch": 2, "width": 128, "page": 64, "context": 2048},
+    "window, softcap": {"page": 64, "window": 1024, "softcap": 30.0},
+    "heads of 64, 9:3": {"batch": 2, "heads": 9, "groups": 3, "dim": 64, "page": 16, "context": 2048},
+    "heads of 80": {"batch": 2, "heads": 8, "groups": 2, "dim": 80, "page": 64, "context": 2048},
+    "heads of 96": {"batch": 2, "heads": 8, "groups": 2, "dim": 96, "page": 64, "context": 2048},
+    "heads of 192": {"batch": 2, "heads": 8, "groups": 8, "dim": 192, "page": 64, "context": 2048},
+    "heads of 256, window": {"batch": 2, "heads": 8, "groups": 4, "dim": 256, "page": 64, "window": 1024},
+    "float32": {"batch": 2, "page": 64, "context": 2048, "dtype": "float32"},
+}
+
+
+def jobs(chip: Chip, short: bool) -> list[Job]:
+    """What is compiled for a GPU; `short`: the shape that says most."""
+    shapes = MAIN if short else SHAPES
+    return [tree_attention_job(name, backend, **shape) for backend in chip.backends for name, shape in shapes.items()]
+
+
+def run(job: Job, chip: Chip) -> dict[str, Any]:
+    """Compile a job; one line of the table, with an `error` where registers were spilled to memory.
+
+    A kernel may decline a shape that the next one takes: `declined` says why.
+    """
+    row: dict[str, Any] = {"chip": chip.name, "job": job.name}
+    started = time.perf_counter()
+    abstract = AbstractDevice(device_kind=chip.kind, num_cores=chip.cores, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
+        try:
+            row |= _compile_nvidia(job, chip) if chip.platform == "cuda" else _compile_amd(job, chip)
+        except NotImplementedError as declined:
+            return row | {"declined": str(declined)}
+    row |= {
+        "compile_s": round(time.perf_counter() - started, 1),
+        "roofline_us": round(job.needed / chip.bandwidth * 1e6, 1),
+    }
+    if row["spill_bytes"]:
+        row["error"] = f"{row['spill_bytes']} bytes of registers spilled to memory"
+    return row
+
+
+def prepare() -> None:
+    """Set what makes NVIDIA's plugin load without a driver, and its compilers talk; before JAX looks for plugins."""
+    for name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES"):
+        os.environ[name] = "1"
+
+
+@functools.cache
+def _device(chip: Chip) -> Any:
+    from jax.experimental import topologies
+
+    shape = "1x1x1"
+    return topologies.get_topology_desc(
+        platform="cuda", topology_name=shape, target_config=chip.description, topology=shape
+    ).devices[0]
+
+
+def _compile_nvidia(job: Job, chip: Chip) -> dict[str, Any]:
+    on_chip = SingleDeviceSharding(_device(chip))
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_chip), job.args)
+    with tempfile.TemporaryDirectory(prefix="specjax-aot-") as name:
+        folder = Path(name)
+        options = {
+            "xla_dump_to": str(folder / "hlo"),
+            "xla_gpu_cuda_data_dir": str(_talkative_ptxas(folder)),
+            "xla_gpu_libnvjitlink_mode": "LIB_NV_JIT_LINK_MODE_DISABLED",  # which makes the same code, but says nothing
+        }
+        traced = jax.jit(job.function).trace(*args)
+        with _captured(folder / "mosaic"):
+            compiled = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+        kernels = read_ptxas((folder / "ptxas").read_text() + (folder / "mosaic").read_text(errors="replace"))
+        launches = "".join(path.read_text() for path in (folder / "hlo").glob("*.thunk_sequence.txt"))
+        mosaic = re.search(r"smem_scratch_bytes=(\d+)", (folder / "mosaic").read_text(errors="replace"))
+    registers, _ = kernels["anonymous_mosaic_gpu_kernel" if mosaic else "tree_attention"]
+    shared = mosaic or re.search(r" tree_attention .*shared_memory: (\d+) bytes", launches)
+    return {
+        "registers": registers,
+        "shared_bytes": int(shared[1]) if shared else None,
+        "spill_bytes": sum(spilled for _, spilled in kernels.values()),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def read_ptxas(text: str) -> dict[str, tuple[int, int]]:
+    """Registers of a thread and bytes spilled, of each kernel in what `ptxas -v` says."""
+    found = {}
+    pattern = (
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+    )
+    for name, stores, loads, registers in re.findall(pattern, text, re.DOTALL):
+        found[name] = int(registers), int(stores) + int(loads)
+    return found
+
+
+def _talkative_ptxas(folder: Path) -> Path:
+    """A folder as XLA looks for CUDA's, whose `ptxas` writes what it says to `folder / "ptxas"` too."""
+    home = importlib.util.find_spec("nvidia")
+    places = list(home.submodule_search_locations or ()) if home else []
+    found = [path for place in places for path in Path(place).glob("cu*/bin/ptxas")]
+    if not found:
+        raise ModuleNotFoundError("no ptxas of NVIDIA's wheels here: pip install 'specjax[cuda]'")
+    script = folder / "cuda" / "bin" / "ptxas"
+    script.parent.mkdir(parents=True)
+    script.write_text(f'#!/bin/bash\nexec "{found[0]}" -v "$@" 2> >(tee -a "{folder}/ptxas" >&2)\n')
+    script.chmod(0o755)
+    (folder / "ptxas").touch()
+    return script.parent.parent
+
+
+@contextlib.contextmanager
+def _captured(path: Path) -> Iterator[None]:
+    """Stdout and stderr of the compilers, which write to the descriptors, into a file."""
+    sys.stdout.flush()
+    saved = [os.dup(number) for number in (1, 2)]
+    with path.open("wb") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    try:
+        yield
+    finally:
+        for number, descriptor in zip((1, 2), saved, strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _compile_amd(job: Job, chip: Chip) -> dict[str, Any]:
+    triton = importlib.import_module("triton")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("hip", chip.kind, 64)
+    ((name, ir, options),) = triton_kernels(job.function, job.args)
+    with tempfile.TemporaryDirectory(prefix="specjax-aot-") as folder:
+        path = Path(folder) / f"{name}.ttir"
+        path.write_text(ir)
+        kernel = triton.compile(str(path), target=target, options=options)
+    return {"shared_bytes": kernel.metadata.shared} | read_amdgcn(kernel.asm["amdgcn"])
+
+
+def triton_kernels(function: Callable, args: tuple) -> list[tuple[str, str, dict[str, int]]]:
+    """Name, Triton IR and options of each kernel of a function, as JAX lowers them for ROCm."""
+    from jaxlib.mlir import ir
+    from jaxlib.triton import dialect
+
+    lowered = jax.jit(function).trace(*args).lower(lowering_platforms=("rocm",))
+    found = []
+
+    def visit(op):
+        if op.name == "stablehlo.custom_call" and "triton" in str(op.attributes["call_target_name"]):
+            config = ir.DictAttr(op.attributes["mhlo.backend_config"])
+            options = {key: ir.IntegerAttr(config[key]).value for key in ("num_warps", "num_stages")}
+            with ir.Context() as context:
+                dialect.register_dialect(context)
+                text = str(ir.Module.parse(ir.StringAttr(config["ir"]).value_bytes))
+            found.append((ir.StringAttr(config["name"]).value, text, options))
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    return found
+
+
+def read_amdgcn(assembly: str) -> dict[str, int]:
+    """Vector registers of a lane and bytes of memory that it spills to, from the metadata of AMD's assembly."""
+
+    def value(key):
+        found = re.search(rf"\.{key}:\s*(\d+)", assembly)
+        assert found is not None
+        return int(found[1])
+
+    # Scalar registers that do not fit move to vector registers; only vector ones go to memory.
+    spilled = 4 * value("vgpr_spill_count")
+    return {"registers": value("vgpr_count"), "spill_bytes": max(spilled, value("private_segment_fixed_size"))}
