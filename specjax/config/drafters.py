@@ -82,7 +82,8 @@ class LearnedConfig(DrafterConfig):
 
     `model` is the folder (or hub id) of the drafter; its format is found from its files. `probe` runs the drafter on a
     short text of the target and corrects a switch that its files state wrongly. With a `head_rank`, a low-rank head
-    picks `head_candidates` tokens, which alone are scored exactly; 0 scores every token.
+    picks `head_candidates` tokens, which alone are scored exactly; 0 scores every token. `window` bounds the positions
+    that each layer sees, the newest ones: beyond the lengths that it was trained on, a drafter does better with fewer.
     """
 
     samples: ClassVar[bool] = True
@@ -90,6 +91,7 @@ class LearnedConfig(DrafterConfig):
     probe: bool = True
     head_rank: int = Field(default=0, ge=0)
     head_candidates: int = Field(default=64, ge=1)
+    window: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _ranked(self):

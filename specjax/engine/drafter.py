@@ -8,6 +8,7 @@ from typing import Any
 from specjax import config as configs
 from specjax.config import DrafterConfig, DraftModelConfig, HybridConfig, LearnedConfig, RunConfig
 from specjax.drafters import learned, registry
+from specjax.drafters.config import BLOCK
 from specjax.drafters.formats import mtp
 from specjax.drafters.formats.detect import detect
 from specjax.drafters.formats.files import open_folder
@@ -125,7 +126,7 @@ def _learned(config: RunConfig, target, target_params, tokenizer, dtype, sampled
         for line in said:
             note(line)
     return learned.build(
-        with_head_rank(loaded, chosen).config,
+        as_asked(loaded, chosen).config,
         loaded.tensors,
         target,
         target_params,
@@ -135,17 +136,22 @@ def _learned(config: RunConfig, target, target_params, tokenizer, dtype, sampled
     )
 
 
-def with_head_rank(loaded: LoadedDrafter, chosen: LearnedConfig) -> LoadedDrafter:
-    """The drafter with the low-rank head that was asked for; one that its file has is kept otherwise."""
-    if not chosen.head_rank:
-        return loaded
-    ranked = dataclasses.replace(loaded.config, head_rank=chosen.head_rank, head_candidates=chosen.head_candidates)
-    return dataclasses.replace(loaded, config=ranked)
+def as_asked(loaded: LoadedDrafter, chosen: LearnedConfig) -> LoadedDrafter:
+    """The drafter with the low-rank head and the window that were asked for; what its file has is kept otherwise."""
+    config, changes = loaded.config, {}
+    if chosen.head_rank:
+        changes |= {"head_rank": chosen.head_rank, "head_candidates": chosen.head_candidates}
+    if chosen.window is not None:
+        windows = config.windows or (None,) * config.num_layers
+        changes["windows"] = tuple(min(own or chosen.window, chosen.window) for own in windows)
+        if config.family in BLOCK:  # where nothing is said of it, layers with a window of their own are causal
+            changes["block_causal"] = config.block_causal or tuple(own is not None for own in windows)
+    return dataclasses.replace(loaded, config=dataclasses.replace(config, **changes))
 
 
 def _options(chosen: LearnedConfig) -> dict[str, Any]:
     """What is left of a section for the family's `build`."""
-    options = chosen.model_dump(exclude={"kind", "model", "probe", "head_rank", "head_candidates"})
+    options = chosen.model_dump(exclude={"kind", "model", "probe", "head_rank", "head_candidates", "window"})
     if "topk" in options:
         options |= {"branching": options.pop("topk"), "depth": options.pop("num_speculative_tokens")}
     return options

@@ -130,6 +130,16 @@ def test_text_is_that_of_plain_decoding(format, probe, tmp_path):
     assert got.token_ids == want.token_ids
 
 
+def test_a_window_bounds_every_layer(tmp_path):
+    """And changes nothing else: rows of a block see each other as before."""
+    block, eagle = sample("dflash-zlab").write(tmp_path / "a"), sample("eagle3-specforge").write(tmp_path / "b")
+    wide, _, _ = make({"kind": "dflash", "model": str(block), "probe": False})
+    few, _, _ = make({"kind": "dflash", "model": str(block), "probe": False, "window": 16})
+    assert (few.windows, few.causal) == ((16, 16), wide.causal)
+    few, _, _ = make({"kind": "eagle3", "model": str(eagle), "probe": False, "window": 16})
+    assert few.config.windows == (16,)
+
+
 def test_unreadable_drafter_is_refused_by_name(tmp_path):
     s = sample("eagle3-specforge")
     del s.tensors["midlayer.mlp.up_proj.weight"]
