@@ -186,7 +186,12 @@ class Backbone:
 
 
 def block_mask(rows: int, window: int | None, causal: bool) -> Bool[Array, "n j"]:
-    """Which rows of its block each row sees: all, or none later; with a window, none `window` or more away."""
+    """Which rows of its block each row sees: all, or none later; with a window, none `window` or more away.
+
+    A window counts from each row's own position, in the block and over the context, in every packaging. Training code
+    that lets it end at the anchor's window for the whole block differs by the block's length at the far end alone,
+    where no text that the probe could afford reaches.
+    """
     ahead = jnp.arange(rows) - jnp.arange(rows)[:, None]
     seen = ahead <= 0 if causal else jnp.ones((rows, rows), bool)
     return seen if window is None else seen & (jnp.abs(ahead) < window)

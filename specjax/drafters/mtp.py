@@ -11,6 +11,9 @@ is how it drafts a chain. The families differ in what `h` is:
 | DeepSeek-V3, GLM-4.5 to 5     | after its norm | after the own norm |                                              |
 | Qwen3-Next, Qwen3.5 and later | after its norm | after the own norm | `1 + w` norms, output gate, partial rotation |
 | MiMo                          | after its norm | after the own norm | hidden first, biases on q, k and v           |
+
+vLLM serves all of them with a row of position 0 that reads no token. Modules are trained without, so that is not done
+unless the probe finds that the target agrees with it clearly more often (`blank_start`).
 """
 
 import dataclasses
