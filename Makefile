@@ -9,9 +9,11 @@ SETUP := .venv/.setup-done
 GOLDENS := .venv-goldens/.setup-done
 AOT := .venv-aot/.setup-done
 CHIPS ?=
+MINUTES ?= 30
+TOKENS ?= 300000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format goldens bench aot clean
+.PHONY: help setup demo test lint format goldens bench aot drafts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +47,18 @@ goldens: $(GOLDENS)  ## record the reference outputs that the parity tests compa
 
 aot: $(AOT)  ## compile the kernels for chips that are not here (CHIPS="tpu-v6e h100 mi300x", ARGS="--short --json FILE")
 	.venv-aot/bin/specjax aot $(if $(CHIPS),--chips "$(CHIPS)") $(ARGS)
+
+drafts: $(SETUP)  ## train a drafter of each family: corpus, runs, figures, in out/ (MINUTES=30 a run, TOKENS=300000); goes on
+	@mkdir -p out
+	$(BIN)/specjax train data --out out/corpus --tokens $(TOKENS) $(DATA_ARGS)
+	@for kind in eagle3 mtp dflash dspark ubtree; do \
+		run=out/train/$$kind; start=; \
+		case $$kind in dspark|ubtree) start="-o start=out/train/dflash/drafter";; esac; \
+		if [ -f $$run/run.json ]; then $(BIN)/specjax train run --corpus out/corpus --out $$run --resume || exit 1; \
+		else $(BIN)/specjax train run --config configs/train/$$kind.yaml --corpus out/corpus --out $$run \
+			--minutes $(MINUTES) $$start $(ARGS) || exit 1; fi; \
+		$(BIN)/specjax train eval $$run --corpus out/corpus || exit 1; \
+	done
 
 clean:  ## remove what the other targets made, the virtual environments too
 	rm -rf .venv .venv-goldens .venv-aot out dist build .pytest_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ import numpy as np
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.formats.write import DEFAULTS, save_drafter
 from specjax.targets.config import DecoderConfig
+from specjax.training.recipe import owns
 
 
 def export(
@@ -67,7 +68,8 @@ def readme(
         + " |"
         for line in kept
     ]
-    options = ", ".join(f"{name} {value}" for name, value in recipe.items() if value is not None)
+    own = {name: value for name, value in recipe.items() if owns(config.family, name) and value is not None}
+    options = ", ".join(f"{name} {value}" for name, value in own.items())
     lines = [
         f"# {config.family} drafter for {recipe['target']}",
         "",
