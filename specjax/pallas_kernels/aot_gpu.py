@@ -122,7 +122,7 @@ def tree_attention_job(
     softcap: float | None = None,
     dtype: str = "bfloat16",
 ) -> Job:
-    """Tree attention over a cache that is full."""
+    """Tree attention over a cache that is full, by one of its kernels or by `op`, which picks one."""
     module = importlib.import_module(f"specjax.pallas_kernels.tree_attention.{backend}")
     shape, kind = jax.ShapeDtypeStruct, jnp.dtype(dtype)
     columns = context // (page or context)
@@ -157,7 +157,8 @@ SHAPES: dict[str, dict[str, Any]] = MAIN | {
 def jobs(chip: Chip, short: bool) -> list[Job]:
     """What is compiled for a GPU; `short`: the shape that says most."""
     shapes = MAIN if short else SHAPES
-    return [tree_attention_job(name, backend, **shape) for backend in chip.backends for name, shape in shapes.items()]
+    found = [tree_attention_job(name, backend, **shape) for backend in chip.backends for name, shape in shapes.items()]
+    return found if short else [*found, tree_attention_job("8x16 rows, 8k, dense", "op")]
 
 
 def run(job: Job, chip: Chip) -> dict[str, Any]:
@@ -210,7 +211,7 @@ def _compile_nvidia(job: Job, chip: Chip) -> dict[str, Any]:
         }
         traced = jax.jit(job.function).trace(*args)
         with _captured(folder / "mosaic"):
-            compiled = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
+            compiled: Any = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=options)
         kernels = read_ptxas((folder / "ptxas").read_text() + (folder / "mosaic").read_text(errors="replace"))
         launches = "".join(path.read_text() for path in (folder / "hlo").glob("*.thunk_sequence.txt"))
         mosaic = re.search(r"smem_scratch_bytes=(\d+)", (folder / "mosaic").read_text(errors="replace"))
@@ -295,7 +296,8 @@ def triton_kernels(function: Callable, args: tuple) -> list[tuple[str, str, dict
             found.append((ir.StringAttr(config["name"]).value, text, options))
         return ir.WalkResult.ADVANCE
 
-    lowered.compiler_ir("stablehlo").operation.walk(visit)
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.walk(visit)
     return found
 
 

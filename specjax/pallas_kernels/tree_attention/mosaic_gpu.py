@@ -9,6 +9,7 @@ weights pass through shared memory, and the partial sums of splits are merged by
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -233,9 +234,9 @@ def _kernel(
     weights_shared,  # [rows, block]
     q_arrived,  # [1]
     arrived,  # [stages]
-    scores_memory=None,  # [rows, block], of the tensor cores
-    sums_memory=None,  # [rows, f]
-    done=None,  # [1]
+    scores_memory: Any = None,  # [rows, block], of the tensor cores
+    sums_memory: Any = None,  # [rows, f]
+    done: Any = None,  # [1]
 ):
     s, request = shape, jax.lax.axis_index("requests")
     split, group = (f(jax.lax.axis_index("groups"), s.splits) for f in (jax.lax.rem, jax.lax.div))

@@ -10,6 +10,7 @@ are, so nothing is padded and nothing copied: queries, keys and pages are read w
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -232,24 +233,23 @@ def _kernel(
         return add(carry, k, v, (request * s.tile + keys) * s.groups + group, valid, seen)
 
     length = committed[request]
-    where = None if s.window is None else pltriton.load(position.at[node], mask=live, other=0)
+    where: Any = None if s.window is None else pltriton.load(position.at[node], mask=live, other=0)
 
     def add_block(index, carry, masked):
         slots = index * s.block + jnp.arange(s.block, dtype=jnp.int32)
-        valid = slots < length if masked else None
+        below = slots < length
+        valid = below if masked else None
         if s.page % s.block == 0:
             column = jax.lax.div(index * s.block, s.page)
             page = table[request * s.columns + column]
         else:  # a block spans pages
             column = jax.lax.div(slots, s.page)
             entry = table.at[request * s.columns + column]
-            page = pltriton.load(entry) if valid is None else pltriton.load(entry, mask=valid, other=0)
+            page = pltriton.load(entry, mask=valid, other=0 if masked else None)
         at = (page * s.groups + group) * s.page + slots - column * s.page
-        seen = None
-        if masked:
-            seen = valid[None, :]
-            if s.window is not None:
-                seen = seen & (slots[None, :] > where[:, None] - s.window)
+        seen = below[None, :] if masked else None
+        if masked and s.window is not None:
+            seen = seen & (slots[None, :] > where[:, None] - s.window)
         return add(carry, k_pages, v_pages, at, valid, seen)
 
     # Blocks: the first that a row sees, the first that all see whole, the first not full, the end; and this split's.
