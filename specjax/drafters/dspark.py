@@ -75,13 +75,13 @@ class DSpark(BlockDrafter):
         def walk(carry, position):
             token, memory = carry
             index, h, logits, own = position
-            ids, columns = (scores.ids, None) if own is None else own
+            ids, columns = (scores.ids, None) if own is None else (own[0][:, None], own[1])
             e = params["markov"]["w1"][token] if self.config.markov_rank else None
             if e is not None:
                 phi, memory = self._markov(params["markov"], e, h, memory)
                 logits = logits + self._bias(params["markov"]["w2"], phi, columns)
             confidence = self._confidence(params, h, e) if self.confidence_threshold else jnp.zeros((batch,))
-            here = Scores(logits=logits[:, None], ids=ids if own is None else ids[:, None])
+            here = Scores(logits=logits[:, None], ids=ids)
             chosen, q = self.choose(here, context, index[None])
             return (chosen[:, 0], memory), (chosen[:, 0], None if q is None else q[:, 0], confidence)
 

@@ -29,6 +29,7 @@ VARIANTS = {
     "linear rope": {"rope": RopeConfig(theta=100.0, kind="linear", factor=4.0)},
     "embedding scale": {"embedding_scale": 5.65},
     "own embedding": {"own_embedding": True, "taps": (1,)},
+    "narrow": {"hidden_size": 16, "own_embedding": True, "own_head": True},
 }
 
 
@@ -69,7 +70,9 @@ def test_hidden_rows(variant, depth, taps):
         np.testing.assert_allclose(got[row], want[-depth:], rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in ("in place", "shifted", "own embedding")])
+@pytest.mark.parametrize(
+    "variant", [name for name in VARIANTS if name not in ("in place", "shifted", "own embedding", "narrow")]
+)
 def test_variants_differ(variant, taps):
     """The test above could not tell these apart if the option changed nothing."""
     config = blocks.head_config(**VARIANTS[variant])

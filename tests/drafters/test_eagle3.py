@@ -94,6 +94,7 @@ VARIANTS = {
         {"rope_interleaved": True, "rotary_dims": 4, "norm_offset": True, "qk_norm": True},
         {"rope_interleaved": False, "rotary_dims": None, "norm_offset": False},
     ),
+    "narrow": ({"hidden_size": 16, "own_head": True, "own_embedding": True}, {}),
     "deep": (
         {"num_layers": 2, "windows": (3, None), "taps": (0, 1, 2, 3), "attention_gate": True, "rope_interleaved": True},
         {"num_layers": 1, "windows": (None, None), "rope_interleaved": False, "attention_gate": False},
