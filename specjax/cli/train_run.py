@@ -174,7 +174,7 @@ def load(recipe: "Recipe", corpus: str, out: str, *, resume: bool) -> tuple["Tra
     dtype = held_dtype(jax.numpy.dtype(name))
     target, params = decoder.from_tensors(checkpoint.config, dict(checkpoint.tensors), dtype)
     start = None
-    if recipe.start is not None and not resume:
+    if recipe.start is not None and not (Path(out) / "checkpoints").is_dir():
         start = dict(load_drafter(recipe.start, checkpoint.config).tensors)
     trainer = Trainer(recipe, target, params, data, Path(out), resume=resume, start=start, note=flags.note)
     return trainer, data

@@ -25,6 +25,7 @@ OWN: dict[str, tuple[Family, ...]] = {
     "unroll": TEST_TIME,
     "markov_rank": ("dspark",),
     "codebook_hidden": ("ubtree",),
+    "labels": ("eagle3", "mtp", "dflash", "dflash2", "ubtree"),  # dspark's loss has its own mixture
     **dict.fromkeys(("selector_rank", "selector_top_k", "unary_weight"), ("dflash2", "ubtree")),
 }
 
@@ -54,7 +55,7 @@ class Recipe(Strict):
         head_candidates: tokens that it picks.
         start: a folder with a drafter whose tensors are taken over where names and shapes agree, instead of a warm
             start from the target.
-        warm_rows: packed rows that the ridge warm start looks at; 0 starts at random.
+        warm_rows: packed rows that the warm start looks at; 0 starts at random.
 
         length: tokens of a packed row.
         batch: packed rows of a step.

@@ -78,7 +78,7 @@ class Trainer:
         params: its arrays, in the dtype of products.
         corpus: what it wrote.
         out: folder of the run: checkpoints, metrics, features.
-        resume: go on with the run in `out`.
+        resume: go on with the run in `out`; from its beginning if it was stopped before the first checkpoint.
         start: tensors to start from where names and shapes agree, instead of a warm start.
         note: is told what is being prepared.
 
@@ -120,7 +120,7 @@ class Trainer:
         self._identify(resume)
         note(f"{len(self.packed)} rows of {recipe.length} tokens, {int(self.packed.mask.sum())} to learn")
         self._store = self._features(note) if recipe.features == "cache" else None
-        self.state = self._restored() if resume else self._fresh(start, note)
+        self.state = self._restored() if self._manager.steps() else self._fresh(start, note)
         for name in ("trained", "optimizer", "scale"):
             setattr(self.state, name, jax.device_put(getattr(self.state, name), self._everywhere))
 
@@ -343,11 +343,9 @@ class _Checkpoints:
 
     def restore(self, shape: State) -> State:
         """The newest checkpoint, into the structure of `shape`."""
-        if not (steps := self.steps()):
-            raise ValueError(f"{self.folder} has no checkpoint: the run ended before it saved one; start it anew")
         wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _tree(shape))
         with ocp.StandardCheckpointer() as reader:
-            tree = reader.restore(self.folder / str(steps[-1]), wanted)
+            tree = reader.restore(self.folder / str(self.steps()[-1]), wanted)
         tree = jax.tree.map(jnp.asarray, tree)
         return State(
             trained=tree["trained"],

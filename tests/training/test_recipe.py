@@ -24,6 +24,7 @@ def test_a_file_yields_to_overrides_and_to_nothing_else(tmp_path):
         ({"drafter": "eagle3", "steps": 1, "minutes": 1.0}, "name one length"),
         ({"drafter": "eagle3", "steps": 1, "anchors": 4}, "eagle3 has no anchors"),
         ({"drafter": "mtp", "steps": 1, "taps": (1,)}, "mtp has no taps"),
+        ({"drafter": "dspark", "steps": 1, "labels": "text"}, "dspark has no labels"),
         ({"drafter": "dflash", "steps": 1, "taps": (2, 1)}, "ascending"),
         ({"drafter": "dflash", "steps": 1, "rate": 1}, "rate"),
         ({"drafter": "medusa", "steps": 1}, "drafter"),

@@ -91,7 +91,8 @@ def test_metrics_hold_every_step(trained):
 def test_a_stopped_run_goes_on_to_the_same_numbers(trained, tmp_path):
     whole, lines = trained
     family = whole.config.family
-    stopped = run(family, tmp_path / "run", FAMILIES[family])
+    run(family, tmp_path / "run", FAMILIES[family])  # stopped before its first step
+    stopped = run(family, tmp_path / "run", FAMILIES[family], resume=True)
     assert not stopped.run(lambda line: None, lambda: stopped.state.step == 7)
     resumed = run(family, tmp_path / "run", FAMILIES[family], resume=True)
     assert resumed.state.step == 7
