@@ -23,7 +23,7 @@ class KVCache:
     """Keys and values of all layers, one buffer a layer.
 
     Attributes:
-        k: keys after rotation, one array a layer.
+        k: keys after rotation, one array a layer, or a single `[l, p, g, s, f]` for a target that reads them as one.
         v: values, likewise.
         table: page of each run of `page_size` slots of each request, or None: page `b` is request `b`'s only page.
     """
@@ -34,7 +34,7 @@ class KVCache:
 
     @property
     def page_size(self) -> int:
-        return self.k[0].shape[2]
+        return self.k[0].shape[-2]
 
     @property
     def whole_rows(self) -> bool:
@@ -45,7 +45,7 @@ class KVCache:
         """The same buffers, seen as the cache of the single request `row`."""
         if self.table is not None:
             return KVCache(k=self.k, v=self.v, table=jax.lax.dynamic_slice_in_dim(self.table, row, 1))
-        if self.k[0].shape[0] == 1:
+        if self.k[0].shape[-4] == 1:
             return self
         return KVCache(k=self.k, v=self.v, table=jnp.reshape(row, (1, 1)).astype(jnp.int32))
 
@@ -90,7 +90,7 @@ def commit(cache: KVCache, committed: Int[Array, " b"], path: Int[Array, "b n"],
     moved = (step <= count[:, None]) & (path != step)
     source = _locate(request, committed[:, None] + path, cache.table, cache.page_size)
     to_page, to_offset = _locate(request, committed[:, None] + step, cache.table, cache.page_size)
-    to_page = jnp.where(moved, to_page, cache.k[0].shape[0])
+    to_page = jnp.where(moved, to_page, cache.k[0].shape[-4])
 
     def move(pages):
         rows = pages[source[0], :, source[1]]
@@ -100,7 +100,7 @@ def commit(cache: KVCache, committed: Int[Array, " b"], path: Int[Array, "b n"],
 
 
 def _each(function, buffers: Sequence[Array]) -> tuple[Array, ...]:
-    return tuple(function(x) for x in buffers)
+    return tuple(jax.vmap(function)(x) if x.ndim == 5 else function(x) for x in buffers)
 
 
 def _locate(request: Array, slots: Array, table: Array | None, page_size: int) -> tuple[Array, Array]:

@@ -49,13 +49,15 @@ class EngineFlags(CommonFlags):
         Literal["auto", "reference", "pallas", "interpret"] | None, text("auto|reference|pallas|interpret")
     ] = None
     """Pallas kernels or plain JAX; auto takes kernels where the platform has them."""
+    decode_step: Annotated[Literal["auto", "fused", "xla"] | None, text("auto|fused|xla")] = None
+    """All layers of the target as one kernel, or one by one; auto is one by one."""
     overrides: Annotated[tuple[str, ...], tyro.conf.arg(name="set", aliases=["-o"], metavar="KEY=VALUE"), Repeated] = ()
     """Any option of the run configuration, e.g. -o drafter.num_speculative_tokens=4 (counts drafts, not the root)."""
 
     def run_config(self, drafter: str | dict[str, Any] | None = None) -> RunConfig:
         """The configuration of these flags and a drafter; the file yields to flags, flags to --set."""
         flags = {"target": self.target, "dtype": self.dtype, "batch": self.batch, "kernels": self.kernels}
-        flags |= {"drafter": drafter}
+        flags |= {"decode_step": self.decode_step, "drafter": drafter}
         given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
         return config.load(self.config, [*given, *self.overrides])
 

@@ -23,6 +23,8 @@ class RunConfig(Strict):
         page_size: tokens of a cache page; None keeps each request in one page.
         kernels: `auto` takes Pallas kernels where the platform has them and plain JAX elsewhere; `pallas` refuses a
             platform without; `reference` is plain JAX everywhere; `interpret` simulates kernels, to look for faults.
+        decode_step: `fused` runs the target's layers as one op, one kernel on a TPU, over weights cut into tiles; `xla`
+            compiles them one by one. `auto` is `xla` until a chip has shown that the other pays.
         accept: the accept rule; `auto` takes the one that fits the drafts.
         draft_sampling: `deterministic` candidates (same seed, same text, with any drafter), or drafts `sampled` from q.
         prefill_chunk: prompt tokens processed at once.
@@ -40,6 +42,7 @@ class RunConfig(Strict):
     batch: int = Field(default=1, ge=1)
     page_size: int | None = Field(default=None, ge=1)
     kernels: Literal["auto", "reference", "pallas", "interpret"] = "auto"
+    decode_step: Literal["auto", "fused", "xla"] = "auto"
     accept: Literal["auto", "tree", "chain", "block", "recursive"] = "auto"
     draft_sampling: Literal["deterministic", "sampled"] = "deterministic"
     prefill_chunk: int = Field(default=256, ge=1)

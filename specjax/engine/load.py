@@ -13,7 +13,7 @@ from specjax.config import DrafterConfig, RunConfig
 from specjax.engine.compilation import use_cache
 from specjax.engine.drafter import make_drafter, recognised
 from specjax.engine.precision import hold, value_dtype
-from specjax.targets import decoder
+from specjax.targets import decoder, fused
 from specjax.targets.config import DecoderConfig
 from specjax.weights.load import load_checkpoint
 
@@ -28,6 +28,8 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
     config, model = _fit_context(config, checkpoint.config)
     target, params = decoder.from_tensors(model, checkpoint.tensors, dtype)
     params = hold(params, dtype)
+    if config.decode_step == "fused":
+        target, params = fused.fuse(target, params)
     drafter, drafter_params = make_drafter(config, target, params, checkpoint.tokenizer, dtype, _noting(quiet))
     with _compiling(quiet) as progress:
         return engine(

@@ -58,7 +58,7 @@ def tree_attention(
         rows.unpack(q),
         rows.unpack(k),
         jnp.where(own[:, :, None, None], rows.unpack(v), 0),
-        _draft_mask(rows, position, window),
+        draft_mask(rows, position, window),
         k_pages,
         v_pages,
         table,
@@ -163,7 +163,7 @@ def attend(
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)
 
 
-def _draft_mask(rows: Rows, position: Array, window: int | None) -> Array:
+def draft_mask(rows: Rows, position: Array, window: int | None) -> Array:
     """`[b, n, n]`: which rows of its request each row sees."""
     if rows.ancestors is None:
         index = jnp.arange(rows.width)

@@ -59,18 +59,23 @@ def _pack(q: Array, k: Array, v: Array, seen: Array, position: Array, shape: Sha
     s = shape
     q = q.reshape(s.batch, s.width, s.groups, s.ratio, s.dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(s.batch, s.groups, s.ratio * s.width, s.dim)
-    more = s.queries - q.shape[2]
-    bits = jnp.arange(seen.shape[2], dtype=jnp.int32) % WORD_BITS
-    words = jnp.pad(jnp.where(seen, 1 << bits, 0), ((0, 0), (0, 0), (0, s.words * WORD_BITS - seen.shape[2])))
-    words = jnp.sum(words.reshape(s.batch, s.width, s.words, WORD_BITS), axis=-1, dtype=jnp.int32)
-    meta = jnp.tile(jnp.concatenate([position[:, :, None], words], axis=2), (1, s.ratio, 1))
+    meta = words_of(seen, position, s)
 
     def rows(x, count):
         return jnp.pad(x, ((0, 0), (0, 0), (0, count - x.shape[2]), (0, 0)))
 
     k, v = (rows(x.transpose(0, 2, 1, 3), s.keys) for x in (k, v))
-    # A padding query sees the first key, so that its softmax is finite.
-    return rows(q, s.queries), k, v, jnp.pad(meta, ((0, 0), (0, more), (0, 0)), constant_values=1)
+    return rows(q, s.queries), k, v, meta
+
+
+def words_of(seen: Bool[Array, "b n j"], position: Int[Array, "b n"], shape: Shape) -> Int[Array, "b m w1"]:
+    """Of each packed query its position, then the words of the keys that it sees; padding sees the first key."""
+    s = shape
+    bits = jnp.arange(seen.shape[2], dtype=jnp.int32) % WORD_BITS
+    words = jnp.pad(jnp.where(seen, 1 << bits, 0), ((0, 0), (0, 0), (0, s.words * WORD_BITS - seen.shape[2])))
+    words = jnp.sum(words.reshape(s.batch, s.width, s.words, WORD_BITS), axis=-1, dtype=jnp.int32)
+    meta = jnp.tile(jnp.concatenate([position[:, :, None], words], axis=2), (1, s.ratio, 1))
+    return jnp.pad(meta, ((0, 0), (0, s.queries - meta.shape[1]), (0, 0)), constant_values=1)
 
 
 @functools.cache

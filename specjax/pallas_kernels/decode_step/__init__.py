@@ -1,0 +1,1 @@
+"""The whole step of a dense decoder, all layers, as one op."""

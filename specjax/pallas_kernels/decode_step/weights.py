@@ -1,0 +1,169 @@
+"""The fused step's weights: all matrices of all layers cut into tiles of one size, in the order of their use.
+
+The kernel reads one array from its first tile to its last, whatever layer or matrix a tile belongs to, so that copies
+run ahead across layer borders. A tile holds `columns` inputs of `rows` outputs, transposed: `x @ tile` is one product.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.array_types import Array, Float, pytree
+
+LANES = 128
+TILE_BYTES = 2**21
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Where a matrix lies among its layer's tiles: `outputs` x `inputs` tiles from tile `first` on, outputs outside."""
+
+    name: str
+    size_out: int
+    size_in: int
+    outputs: int
+    inputs: int
+    first: int
+
+    @property
+    def count(self) -> int:
+        return self.outputs * self.inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A decoder of the Llama or Qwen3 line, and how its weights are cut.
+
+    Attributes:
+        layers: decoder layers.
+        hidden: model width.
+        intermediate: width of the gated MLP.
+        heads: query heads.
+        groups: key/value heads.
+        dim: width of a head.
+        eps: of every RMSNorm.
+        qk_norm: RMSNorm over each query and key head.
+        dtype: of weights, activations and cache.
+        rows: outputs of a tile.
+        columns: inputs of a tile.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    groups: int
+    dim: int
+    eps: float
+    qk_norm: bool
+    dtype: str
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, *, dtype: str, **sizes: Any) -> "Plan":
+        """A plan whose tiles waste least: padding costs its bytes, every tile a copy of its own."""
+        item = jnp.dtype(dtype).itemsize
+
+        def bytes_moved(tile):
+            plan = cls(dtype=dtype, rows=tile[0], columns=tile[1], **sizes)
+            return plan.tiles * (plan.rows * plan.columns * item + 2**16)
+
+        sides = itertools.product(range(LANES, 1025, LANES), range(LANES, 4097, LANES))
+        rows, columns = min((s for s in sides if s[0] * s[1] * item <= TILE_BYTES), key=bytes_moved)
+        return cls(dtype=dtype, rows=rows, columns=columns, **sizes)
+
+    @functools.cached_property
+    def matrices(self) -> dict[str, Matrix]:
+        """The matrices of a layer in the order of their use; gate and up take turns, one row of tiles each."""
+        sizes = (
+            ("qkv", (self.heads + 2 * self.groups) * self.dim, self.hidden),
+            ("out", self.hidden, self.heads * self.dim),
+            ("gate_up", self.intermediate, self.hidden),
+            ("down", self.hidden, self.intermediate),
+        )
+        found, first = {}, 0
+        for name, size_out, size_in in sizes:
+            outputs, inputs = -(-size_out // self.rows), -(-size_in // self.columns)
+            outputs *= 2 if name == "gate_up" else 1
+            found[name] = Matrix(name, size_out, size_in, outputs, inputs, first)
+            first += outputs * inputs
+        return found
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a layer."""
+        last = self.matrices["down"]
+        return last.first + last.count
+
+    def padded(self, *names: str) -> int:
+        """Lanes of a buffer that holds inputs or outputs of these matrices, written or read in whole tiles."""
+        found = [self.matrices[name] for name in names]
+        halves = [m.outputs // 2 if m.name == "gate_up" else m.outputs for m in found]
+        return max([n * self.rows for n in halves] + [m.inputs * self.columns for m in found])
+
+
+@pytree
+class Weights:
+    """Weights of all layers and the final norm; the embedding and the head are the caller's.
+
+    Attributes:
+        tiles: layer after layer, `Plan.matrices` of each; `i` inputs of `o` outputs.
+        norms: before attention and before the MLP.
+        head_norms: of query and key heads, or None.
+        final_norm: after the last layer.
+    """
+
+    tiles: Float[Array, "T i o"]
+    norms: Float[Array, "l 2 d"]
+    head_norms: Float[Array, "l 2 f"] | None
+    final_norm: Float[Array, " d"]
+
+
+def pack(plan: Plan, layers: list[dict[str, Array]], final_norm: Array) -> Weights:
+    """Cut the matrices of every layer into tiles.
+
+    Args:
+        plan: sizes and tiles.
+        layers: of each, matrices `[out, in]` under `qkv`, `out`, `gate`, `up` and `down`, norm weights under
+            `attention_norm` and `mlp_norm`, and with `plan.qk_norm` `q_norm` and `k_norm`.
+        final_norm: weight of the last norm.
+    """
+
+    def layer(parts):
+        gate_up = jnp.stack([_cut(plan, parts["gate"]), _cut(plan, parts["up"])], axis=1)
+        cut = [_cut(plan, parts["qkv"]), _cut(plan, parts["out"]), gate_up, _cut(plan, parts["down"])]
+        return [x.reshape(-1, plan.columns, plan.rows) for x in cut]
+
+    def both(first, second):
+        return jnp.stack([jnp.stack([x[first], x[second]]) for x in layers])
+
+    return Weights(
+        tiles=jnp.concatenate([tile for parts in layers for tile in layer(parts)]),
+        norms=both("attention_norm", "mlp_norm"),
+        head_norms=both("q_norm", "k_norm") if plan.qk_norm else None,
+        final_norm=final_norm,
+    )
+
+
+def _cut(plan: Plan, matrix: Float[Array, "o i"]) -> Float[Array, "O I c r"]:
+    outputs, inputs = -(-matrix.shape[0] // plan.rows), -(-matrix.shape[1] // plan.columns)
+    more = outputs * plan.rows - matrix.shape[0], inputs * plan.columns - matrix.shape[1]
+    padded = jnp.pad(matrix, ((0, more[0]), (0, more[1])))
+    return padded.reshape(outputs, plan.rows, inputs, plan.columns).transpose(0, 2, 3, 1)
+
+
+def product(plan: Plan, tiles: Array, layer: int, name: str, x: Float[Array, "N i"]) -> Float[Array, "N o"]:
+    """`x @ matrix.T` from the tiles, in x's dtype; `gate_up` gives gate and up behind each other."""
+    matrix = plan.matrices[name]
+    first = layer * plan.tiles + matrix.first
+    cut = jax.lax.slice_in_dim(tiles, first, first + matrix.count)
+    cut = cut.reshape(-1, 2 if name == "gate_up" else 1, matrix.inputs, plan.columns, plan.rows)
+    x = jnp.pad(x, ((0, 0), (0, matrix.inputs * plan.columns - x.shape[1])))
+    x = x.reshape(-1, matrix.inputs, plan.columns)
+    y = jnp.einsum("nic,ohicr->nhor", x, cut, preferred_element_type=jnp.float32).astype(x.dtype)
+    return y.reshape(*y.shape[:2], -1)[:, :, : matrix.size_out].reshape(len(x), -1)

@@ -1,0 +1,170 @@
+"""The fused step against the ordinary one: rows, taps, cache and greedy ids; and what it copies."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from support.toy import tiny_config
+
+from specjax.cache import KVCache
+from specjax.draft import Rows
+from specjax.pallas_kernels import dispatch, traffic
+from specjax.pallas_kernels.decode_step import reference, tpu
+from specjax.pallas_kernels.decode_step.weights import Plan, Weights
+from specjax.pallas_kernels.tree_attention import cases
+from specjax.pallas_kernels.tree_attention.cases import Case
+from specjax.pallas_kernels.tree_attention.tpu_request import bounds_of
+from specjax.targets import decoder, fused, rope
+
+SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # of the largest value of what is compared
+
+CONFIGS = {
+    "toy": tiny_config(max_position_embeddings=1024),
+    "smollm2": tiny_config(
+        hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64, tie_word_embeddings=True
+    ),
+    "qwen3": tiny_config(
+        family="qwen3", qk_norm=True, hidden_size=256, intermediate_size=384, num_layers=3, head_dim=128, windows=()
+    ),
+}
+RAGGED = Case((300, 17, 0, 129), (7, 3, 0, 5), 7, page=16, fill=cases.NAN)
+DENSE = Case((300, 15), (7, 3), 7, fill=cases.NAN)
+ONE = Case((511,), (1,), 1, slots=768, fill=cases.NAN)
+
+
+def make(name, case, dtype):
+    """A decoder with norms that are not all ones, and the arguments of a pass over a case's rows and cache."""
+    config = CONFIGS[name]
+    target, params = decoder.build(config, jnp.dtype(dtype))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda x: x * 3 if x.ndim > 1 else (x + 0.1 * rng.normal(size=x.shape)).astype(x.dtype), params
+    )
+    sizes = {"heads": config.num_heads, "groups": config.num_kv_heads, "dim": config.head_dim, "dtype": dtype}
+    inputs = cases.build(dataclasses.replace(case, **sizes))
+    *_, k, v, table, committed, rows = inputs.args
+    rows = dataclasses.replace(rows, tokens=rng.integers(0, config.vocab_size, rows.tokens.shape).astype(np.int32))
+    # Layers hold different values: the second one's are the first one's negated, and so on.
+    layers = [(k * (-1) ** i, v * (-1) ** i) for i in range(config.num_layers)]
+    cache = KVCache(k=tuple(k for k, _ in layers), v=tuple(v for _, v in layers), table=table)
+    return target, params, rows, cache, committed, inputs.live
+
+
+def check(name, case, dtype="float32", taps=(0, 1)):
+    target, params, rows, cache, committed, live = make(name, case, dtype)
+    want = jax.jit(target.forward, static_argnums=4)(params, rows, cache, committed, taps)
+    one, cut = fused.fuse(target, params)
+    cos, sin = rope.cos_sin(target.config.rope, target.config.head_dim, rows.positions, 1024)
+    stacked = np.stack(cache.k), np.stack(cache.v)
+    args = cut["fused"], one.embed(cut, rows.tokens), cos, sin, *stacked, cache.table, committed, rows
+    for run in (reference.decode_step, functools.partial(tpu.decode_step, interpret=SIMULATED, block=128)):
+        hidden, tapped, k, v = jax.jit(functools.partial(run, one.plan, taps=taps))(*args)
+        close(hidden[live], want.hidden[live], dtype)
+        if taps:
+            close(tapped[live], want.taps[live], dtype)
+        ids = [jnp.argmax(t.logits(p, h), -1) for t, p, h in ((one, cut, hidden), (target, params, want.hidden))]
+        np.testing.assert_array_equal(ids[0][live], ids[1][live])
+        for got, expected, before in zip((k, v), (want.cache.k, want.cache.v), stacked, strict=True):
+            kept(got, np.stack(expected), before, rows, cache.table, live, dtype)
+
+
+def close(got, want, dtype):
+    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    assert np.abs(got - want).max() <= TOLERANCE[dtype] * max(1, np.abs(want).max())
+
+
+def kept(got, want, before, rows, table, live, dtype):
+    """Live rows are stored as the ordinary step does; every other slot is as it was, to the bit."""
+    written = np.zeros(got.shape[1:4:2], bool)
+    for request, slot in zip(np.asarray(rows.request)[live], np.asarray(rows.slots)[live], strict=True):
+        page = request if table is None else table[request, slot // got.shape[3]]
+        written[page, slot % got.shape[3]] = True
+    stored = np.asarray(got).transpose(1, 3, 0, 2, 4)
+    close(stored[written], np.asarray(want).transpose(1, 3, 0, 2, 4)[written], dtype)
+    np.testing.assert_array_equal(stored[~written], before.transpose(1, 3, 0, 2, 4)[~written])
+
+
+def test_interpreted_equals_the_ordinary_step():
+    check("toy", RAGGED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "case", "dtype", "taps"),
+    [
+        ("toy", DENSE, "float32", (1,)),
+        ("smollm2", ONE, "float32", ()),
+        ("smollm2", RAGGED, "bfloat16", (0, 1)),
+        ("qwen3", RAGGED, "float32", (0, 1, 2)),
+        ("qwen3", DENSE, "bfloat16", (2,)),
+        ("qwen3", Case((130,), (20,), 20, page=64), "float32", ()),
+    ],
+    ids=str,
+)
+def test_interpreted_equals_the_ordinary_step_everywhere(name, case, dtype, taps):
+    check(name, case, dtype, taps)
+
+
+LLAMA_8B = {"layers": 32, "hidden": 4096, "intermediate": 14336, "heads": 32, "groups": 8, "dim": 128, "eps": 1e-5}
+QWEN3_8B = LLAMA_8B | {"layers": 36, "intermediate": 12288}
+
+
+@pytest.mark.parametrize(("sizes", "qk_norm"), [(LLAMA_8B, False), (QWEN3_8B, True)])
+def test_an_8b_models_weights_are_copied_once(sizes, qk_norm):
+    plan = Plan.of(dtype="bfloat16", qk_norm=qk_norm, **sizes)
+    args, scalars = abstract(plan, batch=2, width=8, slots=4096, committed=(1000, 130))
+    moved = traffic.count(functools.partial(tpu.decode_step, plan), *args, scalars=scalars)
+    inputs = plan.hidden * (plan.heads + 2 * plan.groups) * plan.dim + plan.heads * plan.dim * plan.hidden
+    matrices = plan.layers * (inputs + 3 * plan.hidden * plan.intermediate)
+    assert moved.read["tiles"] == 2 * matrices
+    # Keys of whole pieces of 256 slots, and the sublanes around the new rows, read and written back.
+    slot, around = plan.groups * plan.dim * 2, 2 * 16
+    assert moved.read["k_cache"] == plan.layers * slot * (1024 + 256 + around)
+    assert moved.written["k_cache"] == moved.written["v_cache"] == plan.layers * slot * around
+
+
+def abstract(plan, batch, width, slots, committed):
+    """Shapes of a call, dense cache, and the values of its scalar operands; every row is live."""
+    shape, ints, count = jax.ShapeDtypeStruct, jnp.int32, batch * width
+    row = shape((count,), ints)
+    fields = dict.fromkeys(("tokens", "request", "node", "positions", "slots"), row)
+    valid, starts = shape((count,), jnp.bool_), shape((batch + 1,), ints)
+    rows = Rows(**fields, valid=valid, ancestors=shape((count, 1), ints), starts=starts, width=width)
+    kind = jnp.dtype(plan.dtype)
+    weights = Weights(
+        tiles=shape((plan.layers * plan.tiles, plan.columns, plan.rows), kind),
+        norms=shape((plan.layers, 2, plan.hidden), kind),
+        head_norms=shape((plan.layers, 2, plan.dim), kind) if plan.qk_norm else None,
+        final_norm=shape((plan.hidden,), kind),
+    )
+    turn = shape((count, plan.dim // 2), jnp.float32)
+    cache = shape((plan.layers, batch, plan.groups, slots, plan.dim), kind)
+    args = (weights, shape((count, plan.hidden), kind), turn, turn, cache, cache, None, shape((batch,), ints), rows)
+    committed = np.array(committed, np.int32)
+    static = tpu.step_of(plan, rows, cache, None)
+    scalars = bounds_of(static.shape, jnp.asarray(committed)), committed, np.full(batch, width), np.arange(batch)
+    return args, scalars
+
+
+def test_what_the_kernel_does_not_have_is_declined():
+    target, params, rows, cache, committed, _ = make("toy", Case((4,), (40,), 40), "float32")
+    one, cut = fused.fuse(target, params)
+    stacked = KVCache(k=(np.stack(cache.k),), v=(np.stack(cache.v),))
+    with pytest.raises(NotImplementedError, match="40 rows of a request, of 32"):
+        tpu.decode_step(
+            one.plan, cut["fused"], cut["embedding"], None, None, *stacked.k, *stacked.v, None, committed, rows
+        )
+    with pytest.raises(ValueError, match="does not have this decoder's mlp_bias is true, sliding windows"):
+        fused.plan_of(tiny_config(mlp_bias=True, windows=(None, 8)), jnp.float32)
+
+
+def test_tiles_are_the_matrices_and_waste_little():
+    for sizes in (LLAMA_8B, QWEN3_8B):
+        plan = Plan.of(dtype="bfloat16", qk_norm=False, **sizes)
+        assert plan.rows * plan.columns * 2 == 2**21
+    assert dispatch.backends("decode_step", "auto", "tpu") == ("tpu",)
