@@ -3,7 +3,7 @@
 A block of threads (one warpgroup) takes 64 packed query rows of a group on Hopper, 128 on Blackwell, and one split of
 the request's committed slots; split 0 begins with the draft tile, where alone there is a tree mask. A ring of buffers
 keeps copies in flight while one block of keys is worked on by wgmma or tcgen05. Scores and sums are in float32, the
-weights pass through shared memory, and the partial sums of splits are merged by XLA.
+weights pass through shared memory (Blackwell: its tensor memory), and partial sums of splits are merged by XLA.
 """
 
 import dataclasses
@@ -150,7 +150,7 @@ class _Shape:
     def stages(self) -> int:
         """Blocks in the ring."""
         item = self.dtype.itemsize
-        others = self.rows * (self.dim + BLOCK) * item
+        others = self.rows * (self.dim + (0 if self.blackwell else BLOCK)) * item
         return max(2, min(4, (RING_BYTES - others) // (2 * BLOCK * self.dim * item)))
 
     @property
@@ -188,16 +188,18 @@ def _call(shape: _Shape, interpret: bool | plgpu.InterpretGPUParams):
         "q_shared": shared(s.rows, s.dim),
         "k_ring": shared(s.stages, BLOCK, s.dim),
         "v_ring": shared(s.stages, BLOCK, s.dim),
-        "weights_shared": shared(s.rows, BLOCK),
         "q_arrived": plgpu.Barrier(),
         "arrived": plgpu.Barrier(num_arrivals=2 * (BLOCK // s.piece), num_barriers=s.stages),
     }
     if s.blackwell:
         scratch |= {
+            "weights": plgpu.TMEM((s.rows, BLOCK), s.dtype, packed=True),
             "scores_memory": plgpu.TMEM((s.rows, BLOCK), jnp.float32),
             "sums_memory": plgpu.TMEM((s.rows, s.dim), jnp.float32),
             "done": plgpu.Barrier(orders_tensor_core=True),
         }
+    else:
+        scratch["weights"] = shared(s.rows, BLOCK)
     return plgpu.kernel(
         functools.partial(_kernel, shape),
         out_type=[
@@ -231,9 +233,9 @@ def _kernel(
     q_shared,  # [rows, f]
     k_ring,  # [stages, block, f]
     v_ring,  # [stages, block, f]
-    weights_shared,  # [rows, block]
     q_arrived,  # [1]
     arrived,  # [stages]
+    weights,  # [rows, block], shared or of the tensor cores
     scores_memory: Any = None,  # [rows, block], of the tensor cores
     sums_memory: Any = None,  # [rows, f]
     done: Any = None,  # [1]
@@ -336,9 +338,12 @@ def _kernel(
                 found = plgpu.load(values, layout=plgpu.Layout.WGMMA)
                 values[...] = jnp.where(below, found, jnp.zeros_like(found))
         new = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights, shrink = jnp.exp2(scores - rowwise(new, BLOCK)), jnp.exp2(top - new)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        weights_shared[...] = weights.astype(s.dtype)
+        grown, shrink = jnp.exp2(scores - rowwise(new, BLOCK)), jnp.exp2(top - new)
+        total = total * shrink + jnp.sum(grown, axis=1)
+        if s.blackwell:
+            plgpu.async_store_tmem(weights, grown.astype(s.dtype))
+        else:
+            weights[...] = grown.astype(s.dtype)
         plgpu.commit_smem()
         if s.blackwell:  # whose threads have a row each, more than their registers hold
             for at, size in s.pieces:
@@ -347,10 +352,10 @@ def _kernel(
                 plgpu.wait_load_tmem()
                 plgpu.async_store_tmem(part, found * rowwise(shrink, size))
             plgpu.commit_tmem()
-            multiply(weights_shared, v_ring.at[slot], sums_memory, accumulate=True)
+            multiply(weights, v_ring.at[slot], sums_memory, accumulate=True)
         else:
             for i, (at, size) in enumerate(s.pieces):
-                more = product(weights_shared, v_ring.at[slot, :, pl.ds(at, size)])
+                more = product(weights, v_ring.at[slot, :, pl.ds(at, size)])
                 sums[i] = sums[i] * rowwise(shrink, size) + more
         copy(step + s.stages)
         return new, total, *sums
@@ -378,7 +383,5 @@ def _kernel(
     total = jnp.where(some, total, 1.0)
     for i, (at, size) in enumerate(s.pieces):
         x = plgpu.async_load_tmem(sums_memory.at[:, pl.ds(at, size)]) if s.blackwell else sums[i]
-        target = out.at[split, request, group, rows, pl.ds(at, size)]
-        plgpu.store(target, (x / rowwise(total, size)).astype(out.dtype), optimized=False)
-    lse = jnp.where(some, top + jnp.log(total) * LOG2E, NEG)
-    plgpu.store(summed.at[split, request, group, rows], lse, optimized=False)
+        out[split, request, group, rows, pl.ds(at, size)] = (x / rowwise(total, size)).astype(out.dtype)
+    summed[split, request, group, rows] = jnp.where(some, top + jnp.log(total) * LOG2E, NEG)
