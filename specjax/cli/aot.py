@@ -1,10 +1,12 @@
 """`specjax aot`: compile every kernel for accelerators that are not attached, and say what their compilers say."""
 
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +42,8 @@ COLUMNS = {
     "estimate_us": "estimate µs",
     "roofline_us": "roofline µs",
     "ratio": "ratio",
+    "idle": "memory idle",
+    "busy": "computing",
 }
 SCALE = {
     "code_bytes": 2**10,
@@ -73,7 +77,10 @@ class Aot(flags.CommonFlags):
             raise ValueError(f"cannot write {self.json}: its folder does not exist")
         rows = []
         for name in names:
-            for row in in_a_process(name, self.short):
+            parts = [in_a_process(name, *["--short"] * self.short)]
+            if name in aot.CHIPS and not self.short:
+                parts.append(in_a_process(name, "--steps"))
+            for row in itertools.chain(*parts):
                 rows.append(row)
                 flags.note(f"{row['chip']}: {row['job']}: {row.get('error') or row.get('declined') or 'compiled'}")
         show(rows)
@@ -82,24 +89,25 @@ class Aot(flags.CommonFlags):
         return 1 if any("error" in row for row in rows) else 0
 
 
-def in_a_process(chip: str, short: bool) -> Iterator[dict[str, Any]]:
+def in_a_process(chip: str, *options: str) -> Iterator[dict[str, Any]]:
     """Rows of a chip; each has a process of its own, since a compiler takes its flags once."""
-    command = [sys.executable, "-m", "specjax.cli.aot", chip, *(["--short"] if short else [])]
+    command = [sys.executable, "-m", "specjax.cli.aot", chip, *options]
     # The compilers write warnings about the missing chip to stderr; ours are rows.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-        said = process.stderr.read()
-    if process.returncode:
-        yield {"chip": chip, "job": "the compiler's process", "error": said.strip()[-2000:]}
+    with tempfile.TemporaryFile("w+") as said:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield json.loads(line)
+        if process.returncode:
+            said.seek(0)
+            yield {"chip": chip, "job": "the compiler's process", "error": said.read().strip()[-2000:]}
 
 
 def worker(name: str, short: bool) -> None:
     """Print a line of JSON for everything that is compiled for a chip."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from specjax.pallas_kernels import aot, aot_gpu
+    from specjax.pallas_kernels import aot, aot_decode, aot_gpu
 
     if name in aot_gpu.CHIPS:
         aot_gpu.prepare()
@@ -109,8 +117,20 @@ def worker(name: str, short: bool) -> None:
         return
     chip = aot.CHIPS[name]
     with aot.dumping(kernels=chip.platform == "tpu") as folder:
-        for job in aot.tpu_jobs(short):
+        for job in [*aot.tpu_jobs(short), *aot_decode.jobs(chip, short)]:
             print(json.dumps(attempt(name, job, lambda job=job: aot.run(job, chip, folder))), flush=True)
+
+
+def whole_steps(name: str) -> None:
+    """The same for whole rounds, which are too large to have their schedules written."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    from specjax.engine import aot as engine_aot
+    from specjax.pallas_kernels import aot
+
+    chip = aot.CHIPS[name]
+    with aot.dumping(kernels=False):
+        for job in engine_aot.jobs(chip):
+            print(json.dumps(attempt(name, job, lambda job=job: aot.run(job, chip, None))), flush=True)
 
 
 def attempt(chip: str, job: Any, compiled: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -148,4 +168,7 @@ def _cell(row: dict[str, Any], key: str) -> str:
 
 
 if __name__ == "__main__":
-    worker(sys.argv[1], "--short" in sys.argv[2:])
+    if "--steps" in sys.argv[2:]:
+        whole_steps(sys.argv[1])
+    else:
+        worker(sys.argv[1], "--short" in sys.argv[2:])

@@ -67,7 +67,8 @@ class Job:
         kernel: name of the Pallas kernel whose schedule is read, or None for whole programs.
         scalars: values of the kernel's scalar operands, to count copies with.
         needed: bytes that any implementation must move.
-        seconds: from `(schedule, chip)`, the time by bundles and copies; None where it is not worked out.
+        estimate: from `(schedule, chip)`, `estimate_s`, the time by bundles and copies, and what else it shows; None
+            where it is not worked out.
         vmem: bytes of VMEM that the kernel lays claim to.
         donated: arguments whose buffers are reused.
     """
@@ -78,7 +79,7 @@ class Job:
     kernel: str | None = None
     scalars: tuple[np.ndarray, ...] = ()
     needed: int = 0
-    seconds: Callable[[Schedule, Chip], float] | None = None
+    estimate: Callable[[Schedule, Chip], dict[str, float]] | None = None
     vmem: int = 0
     donated: tuple[int, ...] = ()
 
@@ -87,6 +88,7 @@ class Job:
 def dumping(kernels: bool) -> Iterator[Path | None]:
     """A folder that libtpu writes schedules to; must be entered before libtpu is loaded."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no machine with a TPU, so no metadata server to ask
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nobody holds a chip
     if not kernels:
         yield None
         return
@@ -146,9 +148,11 @@ def run(job: Job, chip: Chip, folder: Path | None) -> dict[str, Any]:
     if folder is not None:
         found = schedule.read(folder, job.kernel)
         row |= {"bundles": found.kernel.total(), "spills": found.kernel.total("SPILL")}
-        if job.seconds is not None:
-            estimate, floor = job.seconds(found, chip), job.needed / chip.bandwidth
-            row |= {"estimate_us": _us(estimate), "roofline_us": _us(floor), "ratio": round(estimate / floor, 3)}
+        if job.estimate is not None:
+            shown, floor = job.estimate(found, chip), job.needed / chip.bandwidth
+            seconds = shown.pop("estimate_s")
+            row |= {"estimate_us": _us(seconds), "roofline_us": _us(floor), "ratio": round(seconds / floor, 3)}
+            row |= {name: round(share, 3) for name, share in shown.items()}
         for path in folder.iterdir():
             path.unlink()
     return row
@@ -193,12 +197,12 @@ def tree_attention_job(
         kernel="tree_attention",
         scalars=(bounds, committed, np.arange(batch * columns, dtype=np.int32)),
         needed=2 * read * groups * dim * kind.itemsize,
-        seconds=functools.partial(_attention_seconds, static, context) if batch > 1 and window is None else None,
+        estimate=functools.partial(_attention_estimate, static, context) if batch > 1 and window is None else None,
         vmem=static.vmem_bytes,
     )
 
 
-def _attention_seconds(shape: Any, context: int, found: Schedule, chip: Chip) -> float:
+def _attention_estimate(shape: Any, context: int, found: Schedule, chip: Chip) -> dict[str, float]:
     """Time of the kernel of tree attention when every request holds `context` slots, whole blocks.
 
     A request is what stands before and after its blocks (its draft tile, mostly) and, a block, the longer of its
@@ -214,7 +218,8 @@ def _attention_seconds(shape: Any, context: int, found: Schedule, chip: Chip) ->
     copied = 2 * shape.groups * shape.block * shape.dim * shape.dtype.itemsize / chip.bandwidth
     around = request.bundles + (busy[0].bundles * rounds if rounds > 1 else 0)
     blocks = context // shape.block
-    return shape.batch * (around / chip.clock + blocks * max(bundles / chip.clock, copied)) + copied
+    seconds = shape.batch * (around / chip.clock + blocks * max(bundles / chip.clock, copied)) + copied
+    return {"estimate_s": seconds}
 
 
 def tpu_jobs(short: bool) -> list[Job]:

@@ -189,10 +189,15 @@ def build(config: DecoderConfig, dtype=jnp.float32, seed: int = 0) -> tuple[Targ
     return Target(config=config, graph=graph), nnx.to_pure_dict(state)
 
 
+def abstract(config: DecoderConfig, dtype=jnp.float32) -> tuple[Target, Any]:
+    """A target and the shapes of its weights, without any: `(target, jax.ShapeDtypeStruct in the params' tree)`."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype)))
+    return Target(config=config, graph=graph), nnx.to_pure_dict(state)
+
+
 def from_tensors(config: DecoderConfig, tensors: dict[str, np.ndarray], dtype=jnp.float32) -> tuple[Target, Any]:
     """A target with a checkpoint's weights (HF names and shapes), q/k/v and gate/up joined: `(target, params)`."""
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0), dtype)))
-    shapes = nnx.to_pure_dict(abstract)
+    target, shapes = abstract(config, dtype)
 
     def array(*names: str):
         parts = [tensors[name] for name in names]
@@ -230,4 +235,4 @@ def from_tensors(config: DecoderConfig, tensors: dict[str, np.ndarray], dtype=jn
     want, got = (jax.tree.map(lambda x: x.shape, tree) for tree in (shapes, params))
     if want != got:
         raise ValueError(f"the checkpoint's tensors do not make this decoder: expected {want}, got {got}")
-    return Target(config=config, graph=graph), params
+    return target, params
