@@ -18,13 +18,13 @@ def test_unknown_chips_and_missing_folders_are_refused(capsys):
 def test_a_failure_is_shown_and_is_the_exit_code(monkeypatch, capsys, tmp_path):
     good = {"chip": "tpu-v6e", "job": "good", "compile_s": 1.5, "code_bytes": 2048, "ratio": 1.04}
     bad = {"chip": "tpu-v6e", "job": "bad", "error": "MosaicError: no such layout"}
-    monkeypatch.setattr(aot, "in_a_process", lambda chip, *options: iter([good, bad]))
+    monkeypatch.setattr(aot, "in_a_process", lambda chip, *options: iter([good] if "--steps" in options else [bad]))
     written = tmp_path / "aot.json"
     assert main(["aot", "--chips", "tpu-v6e", "--json", str(written)]) == 1
     said = capsys.readouterr().out
     assert "1.04" in said
     assert "MosaicError: no such layout" in said
-    assert json.loads(written.read_text()) == [good, bad]
+    assert json.loads(written.read_text()) == [bad, good]  # kernels, then whole rounds
     monkeypatch.setattr(aot, "in_a_process", lambda chip, *options: iter([good]))
     assert main(["aot", "--chips", "tpu-v6e,tpu-7x"]) == 0
 
