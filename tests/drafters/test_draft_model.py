@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import toy
+from support import engines, toy
 
 from specjax import sampling
 from specjax.drafters.base import Context
@@ -90,7 +90,7 @@ def test_the_cache_is_right_after_any_acceptance(accepted):
 
 def test_a_draft_is_the_models_own_greedy_text():
     """Against the draft model decoding plainly, for every row of a batch."""
-    plain = toy.engine(target=(toy.tiny()[0], draft_weights()), context=CAPACITY)
+    plain = toy.engine(batch=2, target=(toy.tiny()[0], draft_weights()), context=CAPACITY)  # as below: compiled once
     _, draft = compiled(False)
     proposed, _ = draft(draft_weights(), prefilled(PROMPTS, sampled=False), context(PROMPTS))
     want = [plain.generate(prompt, SamplingParams(max_tokens=K)).token_ids for prompt in PROMPTS]
@@ -125,15 +125,15 @@ def test_sampled_drafts_are_never_cut_and_follow_q():
 
 
 @pytest.fixture(scope="module")
-def engines():
+def both():
     """The tiny target alone, and with a draft model; its weights are set by the tests."""
     plain = toy.engine(batch=2, context=CAPACITY)
-    return plain, toy.engine(drafter(), draft_weights(), batch=2, context=CAPACITY)
+    return plain, engines.narrow(toy.engine(drafter(), draft_weights(), batch=2, context=CAPACITY))
 
 
-def test_greedy_text_is_the_targets(engines):
+def test_greedy_text_is_the_targets(both):
     """An unrelated model drafts: rows come and go, some drafts are accepted, and the text does not notice."""
-    plain, drafting = engines
+    plain, drafting = both
     drafting.params = drafting.params | {"drafter": draft_weights()}
     params = [SamplingParams(max_tokens=new) for new in (24, 5, 30, 12)]
     want = plain.generate(PROMPTS, params)
@@ -142,9 +142,9 @@ def test_greedy_text_is_the_targets(engines):
     assert sum(r.spec.accepted for r in got) < sum(r.spec.drafted for r in got)
 
 
-def test_the_target_itself_drafts(engines):
+def test_the_target_itself_drafts(both):
     """Every draft is accepted: K + 1 tokens a round, the last cut by the budget."""
-    plain, drafting = engines
+    plain, drafting = both
     drafting.params = drafting.params | {"drafter": drafting.params["target"]}
     params = SamplingParams(max_tokens=34)
     want = plain.generate(PROMPTS, params)
@@ -155,9 +155,9 @@ def test_the_target_itself_drafts(engines):
         assert result.spec.accepted == result.spec.drafted == 33 - result.spec.rounds
 
 
-def test_end_token_in_a_draft(engines):
+def test_end_token_in_a_draft(both):
     """The draft stops before it, the target says it, and the request ends there."""
-    plain, drafting = engines
+    plain, drafting = both
     drafting.params = drafting.params | {"drafter": drafting.params["target"]}
     text = plain.generate(PROMPTS[0], SamplingParams(max_tokens=30)).token_ids
     end = next(t for i, t in enumerate(text) if i > 8 and t not in text[:i])

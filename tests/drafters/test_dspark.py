@@ -6,7 +6,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import blocks, laws, toy
+from support import blocks, engines, laws, toy
 
 from specjax.sampling import DRAFT, SamplingParams, uniforms
 
@@ -233,7 +233,7 @@ def test_an_oracle_is_always_right():
     params = params | {"by_token": jnp.asarray(10 * np.eye(vocab)[after], jnp.float32)}
     tensors["markov_head.markov_w2.weight"] = np.asarray(np.eye(vocab)[after].T, np.float32)
     drafter, weights = blocks.build(config, tensors, (model, params))
-    engine = toy.engine(drafter, weights, (model, params), batch=2)
+    engine = engines.narrow(toy.engine(drafter, weights, (model, params), batch=2))
     results = engine.generate([[1, 2, 3], [4] * 30], SamplingParams(max_tokens=1 + 6 * 8))
     for result, last in zip(results, (3, 4), strict=True):
         want = [int(after[last])]

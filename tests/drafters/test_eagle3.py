@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import blocks, heads, laws, toy
+from support import blocks, engines, heads, laws, toy
 from support.heads import (
     VOCAB,
     WIDTH,
@@ -353,7 +353,7 @@ def test_an_oracle_is_always_accepted():
     (model, weights), config, tensors = oracle()
     drafter, params = learned.build(config, tensors, model, weights, jnp.float32, depth=3, branching=1)
     assert params["embedding"] is weights["embedding"] and params["head"]["weight"] is weights["head"]["weight"]
-    engine = toy.engine(drafter, params, (model, weights), batch=2)
+    engine = engines.narrow(toy.engine(drafter, params, (model, weights), batch=2))
     for result in engine.generate([[5, 9, 3], [7, 1, 4, 8, 2, 6, 11]], SamplingParams(max_tokens=81)):
         assert (result.spec.rounds, result.spec.accepted) == (20, 60)  # 1 from prefill, then 20 rounds of 4
 

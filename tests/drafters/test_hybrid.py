@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import blocks, laws, toy, trees
+from support import blocks, engines, laws, toy, trees
 from support.scripted import ScriptedTree
 
 from specjax.draft import chain, tree
@@ -140,7 +140,7 @@ def test_accepts_what_either_part_would():
     target = blocks.feature_target(laws.SMALL_VOCAB)
     target = target[0], target[1] | {"by_token": jnp.asarray(9.0 * np.eye(laws.SMALL_VOCAB)[after], jnp.float32)}
     drafter = Hybrid(model=model, lookup=NGram(num_speculative_tokens=6))
-    engine = toy.engine(drafter, {"model": params, "lookup": ()}, target)
+    engine = engines.narrow(toy.engine(drafter, {"model": params, "lookup": ()}, target))
     prompt = [0, 1, 2, 3, 4, 5, 6] * 2
     result = engine.generate(prompt, SamplingParams(max_tokens=1 + 7 * 3))
     assert result.token_ids == [i % 7 for i in range(22)]
