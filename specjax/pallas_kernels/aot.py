@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ class Job:
 
 
 @contextlib.contextmanager
-def dumping(kernels: bool) -> Iterator[Path | None]:
+def dumping(kernels: bool) -> Generator[Path | None]:
     """A folder that libtpu writes schedules to; must be entered before libtpu is loaded."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # no machine with a TPU, so no metadata server to ask
     os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # nobody holds a chip

@@ -181,7 +181,7 @@ class _Kernel:
                 return unknown
             return getattr(self, f"run_{name}")(params, args)
         inner = next(_inner(eqn), None)
-        if name == "run_scoped":
+        if inner is not None and name == "run_scoped":
             env = dict(zip(inner.constvars, args, strict=True)) | {var: self.scratch(var) for var in inner.invars}
             return self.evaluate(inner, env, ())
         if inner is not None:
