@@ -158,7 +158,7 @@ def jobs(chip: Chip, short: bool) -> list[Job]:
     """What is compiled for a GPU; `short`: the shape that says most."""
     shapes = MAIN if short else SHAPES
     found = [tree_attention_job(name, backend, **shape) for backend in chip.backends for name, shape in shapes.items()]
-    return found if short else [*found, tree_attention_job("8x16 rows, 8k, dense", "op")]
+    return found if short else [*found, tree_attention_job("8x16 rows, 8k, pages of 64", "op", page=64)]
 
 
 def run(job: Job, chip: Chip) -> dict[str, Any]:

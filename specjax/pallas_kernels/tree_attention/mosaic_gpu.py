@@ -383,5 +383,13 @@ def _kernel(
     total = jnp.where(some, total, 1.0)
     for i, (at, size) in enumerate(s.pieces):
         x = plgpu.async_load_tmem(sums_memory.at[:, pl.ds(at, size)]) if s.blackwell else sums[i]
-        out[split, request, group, rows, pl.ds(at, size)] = (x / rowwise(total, size)).astype(out.dtype)
-    summed[split, request, group, rows] = jnp.where(some, top + jnp.log(total) * LOG2E, NEG)
+        _store(out.at[split, request, group, rows, pl.ds(at, size)], (x / rowwise(total, size)).astype(out.dtype))
+    _store(summed.at[split, request, group, rows], jnp.where(some, top + jnp.log(total) * LOG2E, NEG))
+
+
+def _store(ref, value: Array) -> None:
+    """Registers to global memory, whole cache lines or not; JAX 0.11 has no function for that and needs none."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value

@@ -103,7 +103,7 @@ class _Shape:
             raise ValueError(f"a cache of one page a request needs {batch} pages here, got {pages.shape[0]}")
         page, columns = pages.shape[2], 1 if table is None else table.shape[1]
         packed = heads // groups * width
-        most = 32 if dtype == jnp.float32 else 128 if dim <= 128 else 64
+        most = 16 if dtype == jnp.float32 else 128 if dim <= 128 else 64
         queries = min(max(pl.next_power_of_2(packed), MIN_TILE), most)
         block = max(32, min(128, TILE_BYTES // pl.next_power_of_2(dim * dtype.itemsize)))
         programs = batch * groups * pl.cdiv(packed, queries)
@@ -132,7 +132,7 @@ class _Shape:
     @property
     def warps(self) -> int:
         """Warps of a program: more where sums and keys would not fit the registers of four."""
-        return 8 if self.dim * self.dtype.itemsize > 256 or self.queries > 64 else 4
+        return 8 if self.dim > 128 or self.queries > 64 else 4
 
     @property
     def rows(self) -> int:
