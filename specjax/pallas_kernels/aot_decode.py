@@ -36,28 +36,30 @@ def jobs(chip: Chip, short: bool) -> list[Job]:
     large = chip.memory > 20e9
     found = [job("Llama-3.1-8B" if large else "Llama-3.2-3B")]
     if not short:
-        found += [job("Qwen3-8B" if large else "Llama-3.2-3B", batch=2, page=64)]
+        found += [job("Qwen3-8B" if large else "Llama-3.2-3B", batch=2, page=64), job("Llama-3.1-8B", int8=True)]
     return found
 
 
-def job(model: str, *, batch: int = 1, width: int = 8, context: int = 1024, page: int | None = None) -> Job:
-    """One verify step of a model in bfloat16, every request with `context` committed slots."""
-    plan = Plan.of(dtype="bfloat16", **MODELS[model])
+def job(
+    model: str, *, batch: int = 1, width: int = 8, context: int = 1024, page: int | None = None, int8: bool = False
+) -> Job:
+    """One verify step of a model in bfloat16 or int8, every request with `context` committed slots."""
+    plan = Plan.of(dtype="bfloat16", int8=int8, **MODELS[model])
     slots = 2 * context
     args = shapes(plan, batch, width, slots, page)
     cache, table, rows = args[4], args[6], args[8]
     step = tpu.step_of(plan, rows, cache, table)
     committed = np.full(batch, context, np.int32)
     pages = np.arange(batch * (slots // (page or slots)), dtype=np.int32)
-    matrices = plan.layers * plan.tiles * plan.rows * plan.columns
+    matrices = plan.layers * plan.tiles * plan.rows * plan.columns * plan.tile_dtype.itemsize
     cached = 2 * batch * context * plan.layers * plan.groups * plan.dim
     return Job(
-        name=f"decode_step {model}, {batch}x{width} rows, {context}",
+        name=f"decode_step {model}{' int8' * int8}, {batch}x{width} rows, {context}",
         function=functools.partial(tpu.decode_step, plan),
         args=args,
         kernel="decode_step",
         scalars=(np.asarray(bounds_of(step.shape, jnp.asarray(committed))), committed, np.full(batch, width), pages),
-        needed=2 * (matrices + cached),
+        needed=matrices + 2 * cached,
         estimate=functools.partial(simulate, step, context),
         vmem=step.vmem_bytes,
         donated=(4, 5),
@@ -77,7 +79,8 @@ def shapes(plan: Plan, batch: int, width: int, slots: int, page: int | None) -> 
         width=width,
     )
     weights = Weights(
-        tiles=shape((plan.layers * plan.tiles, plan.columns, plan.rows), kind),
+        tiles=shape((plan.layers * plan.tiles, plan.columns, plan.rows), plan.tile_dtype),
+        scales=shape((plan.layers * plan.scales["all"], plan.rows), jnp.float32) if plan.int8 else None,
         norms=shape((plan.layers, 2, plan.hidden), kind),
         head_norms=shape((plan.layers, 2, plan.dim), kind) if plan.qk_norm else None,
         final_norm=shape((plan.hidden,), kind),
@@ -143,7 +146,7 @@ def simulate(step: Any, context: int, found: Schedule, chip: Chip) -> dict[str, 
     """The time of a step, the share of it in which memory stands still, and the share in which the kernel computes."""
     plan, s, costs = step.plan, step.shape, _Costs.of(step, found)
     memory, clock = _Memory(chip.bandwidth), chip.clock
-    tile = plan.rows * plan.columns * step.dtype.itemsize
+    tile = plan.rows * plan.columns * plan.tile_dtype.itemsize
     slot = 2 * s.groups * s.dim * step.dtype.itemsize
     loaded = collections.deque(memory.copy(0.0, tile) for _ in range(tpu.BANKS))
     left = plan.layers * plan.tiles - tpu.BANKS

@@ -75,8 +75,8 @@ def problems(config: DecoderConfig) -> list[str]:
     return found + ["sliding windows"] * any(window is not None for window in config.windows)
 
 
-def plan_of(config: DecoderConfig, dtype: Any) -> Plan:
-    """How the weights of a decoder are cut.
+def plan_of(config: DecoderConfig, dtype: Any, int8: bool = False) -> Plan:
+    """How the weights of a decoder are cut, and whether they are rounded to 8 bits.
 
     Raises:
         ValueError: the architecture has what the fused step has not.
@@ -96,13 +96,17 @@ def plan_of(config: DecoderConfig, dtype: Any) -> Plan:
         eps=c.rms_norm_eps,
         qk_norm=c.qk_norm,
         dtype=jnp.dtype(dtype).name,
+        int8=int8,
     )
 
 
-def fuse(target: Target, params: Any) -> tuple[FusedTarget, Any]:
-    """A target and its weights for the fused step: `(target, params)`; the rest stays as it is."""
+def fuse(target: Target, params: Any, int8: bool = False) -> tuple[FusedTarget, Any]:
+    """A target and its weights for the fused step: `(target, params)`; the rest stays as it is.
+
+    `int8` rounds the layers' matrices to 8 bits: another model, half the bytes.
+    """
     config = target.config
-    plan = plan_of(config, params["embedding"].dtype)
+    plan = plan_of(config, params["embedding"].dtype, int8)
 
     def layer(p):
         attention, mlp = p["attention"], p["mlp"]

@@ -14,7 +14,7 @@ from specjax.cache import KVCache
 from specjax.draft import Rows
 from specjax.pallas_kernels import dispatch, traffic
 from specjax.pallas_kernels.decode_step import reference, tpu
-from specjax.pallas_kernels.decode_step.weights import Plan, Weights
+from specjax.pallas_kernels.decode_step.weights import Plan, Weights, pack, product
 from specjax.pallas_kernels.tree_attention import cases
 from specjax.pallas_kernels.tree_attention.cases import Case
 from specjax.pallas_kernels.tree_attention.tpu_request import bounds_of
@@ -110,6 +110,43 @@ def test_interpreted_equals_the_ordinary_step_everywhere(name, case, dtype, taps
     check(name, case, dtype, taps)
 
 
+@pytest.mark.slow
+def test_interpreted_int8_equals_its_reference():
+    """The same rounded weights on both sides; the model itself is another one than in bfloat16."""
+    target, params, rows, cache, committed, live = make("qwen3", RAGGED, "bfloat16")
+    one, cut = fused.fuse(target, params, int8=True)
+    assert cut["fused"].tiles.dtype == jnp.int8
+    cos, sin = rope.cos_sin(target.config.rope, target.config.head_dim, rows.positions, 1024)
+    stacked = np.stack(cache.k), np.stack(cache.v)
+    args = cut["fused"], one.embed(cut, rows.tokens), cos, sin, *stacked, cache.table, committed, rows
+    simulated = functools.partial(tpu.decode_step, interpret=SIMULATED, block=128)
+    want, got = (jax.jit(functools.partial(run, one.plan))(*args) for run in (reference.decode_step, simulated))
+    close(got[0][live], want[0][live], "bfloat16")
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_products_of_tiles_are_products_with_the_matrices(int8):
+    sizes = {"layers": 2, "hidden": 200, "intermediate": 300, "heads": 4, "groups": 2, "dim": 64, "eps": 1e-5}
+    plan = Plan.of(dtype="float32", int8=int8, qk_norm=False, **sizes)
+    rng = np.random.default_rng(0)
+    shapes = {"qkv": (512, 200), "out": (200, 256), "gate": (300, 200), "up": (300, 200), "down": (200, 300)}
+    norms = dict.fromkeys(("attention_norm", "mlp_norm"), np.ones(200, np.float32))
+
+    def matrix(size):
+        """Whole numbers up to 127 times a power of two for each output: 8 bits hold them exactly."""
+        whole = rng.integers(-127, 128, size).astype(np.float32)
+        whole[:, 0] = 127
+        return whole * 2.0 ** rng.integers(-9, -5, (size[0], 1)).astype(np.float32)
+
+    layers = [{name: matrix(size) for name, size in shapes.items()} for _ in range(2)]
+    weights = pack(plan, [layer | norms for layer in layers], np.ones(200, np.float32))
+    for name, index in (("qkv", 0), ("out", 1), ("gate_up", 1), ("down", 0)):
+        parts = [layers[index][part] for part in (name.split("_") if name == "gate_up" else [name])]
+        x = rng.normal(size=(3, parts[0].shape[1])).astype(np.float32)
+        got = np.asarray(product(plan, weights, index, name, x))
+        np.testing.assert_allclose(got, x @ np.concatenate(parts).T, atol=1e-3)
+
+
 LLAMA_8B = {"layers": 32, "hidden": 4096, "intermediate": 14336, "heads": 32, "groups": 8, "dim": 128, "eps": 1e-5}
 QWEN3_8B = LLAMA_8B | {"layers": 36, "intermediate": 12288}
 
@@ -137,7 +174,8 @@ def abstract(plan, batch, width, slots, committed):
     rows = Rows(**fields, valid=valid, ancestors=shape((count, 1), ints), starts=starts, width=width)
     kind = jnp.dtype(plan.dtype)
     weights = Weights(
-        tiles=shape((plan.layers * plan.tiles, plan.columns, plan.rows), kind),
+        tiles=shape((plan.layers * plan.tiles, plan.columns, plan.rows), plan.tile_dtype),
+        scales=None,
         norms=shape((plan.layers, 2, plan.hidden), kind),
         head_norms=shape((plan.layers, 2, plan.dim), kind) if plan.qk_norm else None,
         final_norm=shape((plan.hidden,), kind),

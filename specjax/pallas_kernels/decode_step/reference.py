@@ -45,7 +45,7 @@ def decode_step(
     tapped = [x] if 0 in taps else []
     for layer in range(plan.layers):
         n = norm(x, weights.norms[layer, 0], plan.eps)
-        qkv = product(plan, weights.tiles, layer, "qkv", n).reshape(len(x), -1, plan.dim)
+        qkv = product(plan, weights, layer, "qkv", n).reshape(len(x), -1, plan.dim)
         q, k, v = jnp.split(qkv, (plan.heads, plan.heads + plan.groups), axis=1)
         if weights.head_norms is not None:
             q = norm(q, weights.head_norms[layer, 0], plan.eps)
@@ -54,10 +54,10 @@ def decode_step(
         k_pages, v_pages = kv.write(k_cache[layer], k, table, rows), kv.write(v_cache[layer], v, table, rows)
         k_cache, v_cache = k_cache.at[layer].set(k_pages), v_cache.at[layer].set(v_pages)
         y = tree_attention(q, k, v, k_pages, v_pages, table, committed, rows, scale=plan.dim**-0.5)
-        x = x + product(plan, weights.tiles, layer, "out", y.reshape(len(x), -1))
+        x = x + product(plan, weights, layer, "out", y.reshape(len(x), -1))
         n = norm(x, weights.norms[layer, 1], plan.eps)
-        gate, up = jnp.split(product(plan, weights.tiles, layer, "gate_up", n), 2, axis=-1)
-        x = x + product(plan, weights.tiles, layer, "down", jax.nn.silu(gate) * up)
+        gate, up = jnp.split(product(plan, weights, layer, "gate_up", n), 2, axis=-1)
+        x = x + product(plan, weights, layer, "down", jax.nn.silu(gate) * up)
         if layer + 1 in taps:
             tapped.append(x)
     hidden = norm(x, weights.final_norm, plan.eps)

@@ -52,8 +52,8 @@ def decode_step(
     Raises:
         NotImplementedError: more rows, other page sizes or dtypes than the kernel has.
     """
-    if weights.tiles.dtype != x.dtype:
-        raise NotImplementedError(f"rows of {x.dtype} with weights of {weights.tiles.dtype}")
+    if x.dtype != plan.dtype or weights.tiles.dtype != plan.tile_dtype:
+        raise NotImplementedError(f"rows of {x.dtype} and weights of {weights.tiles.dtype} in a plan for {plan.dtype}")
     step = step_of(plan, rows, k_cache, table, taps, block)
     shape, width = step.shape, step.width
     operands = _operands(step, weights, x, cos, sin, rows)
@@ -132,7 +132,8 @@ class _Step:
     @property
     def vmem_bytes(self) -> int:
         plan, item, lanes = self.plan, self.dtype.itemsize, self.lanes
-        banks = BANKS * plan.rows * plan.columns * item
+        banks = BANKS * plan.rows * plan.columns * plan.tile_dtype.itemsize
+        banks += plan.layers * plan.scales["all"] * plan.rows * 4 if plan.int8 else 0
         buffers = self.rows * 4 * (2 * lanes["x"] + lanes["qkv"] + lanes["attended"] + lanes["mlp"])
         outside = self.rows * item * lanes["x"] * (2 + len(self.taps)) + 2 * plan.layers * lanes["x"] * 4
         dim = -(-plan.dim // LANES) * LANES
@@ -146,7 +147,7 @@ class _Step:
         size = plan.layers * plan.tiles * plan.rows * plan.columns
         return pl.CostEstimate(
             flops=2 * size * self.rows + plan.layers * kv.flops,
-            bytes_accessed=size * self.dtype.itemsize + plan.layers * kv.bytes_accessed,
+            bytes_accessed=size * plan.tile_dtype.itemsize + plan.layers * kv.bytes_accessed,
             transcendentals=plan.layers * (kv.transcendentals + self.rows * plan.intermediate),
         )
 
@@ -181,6 +182,7 @@ def _operands(step: _Step, weights: Weights, x: Array, cos: Array, sin: Array, r
         norms,
         heads.reshape(-1, s.dim).astype(jnp.float32),
         jnp.pad(weights.final_norm[None].astype(jnp.float32), wide),
+        jnp.ones((1, LANES), jnp.float32) if weights.scales is None else weights.scales,
     )
 
 
@@ -214,7 +216,7 @@ class _Buffers(NamedTuple):
             pltpu.VMEM((s.groups, step.window, s.dim), s.dtype),
         )
         return cls(
-            pltpu.VMEM((BANKS, step.plan.columns, step.plan.rows), s.dtype),
+            pltpu.VMEM((BANKS, step.plan.columns, step.plan.rows), step.plan.tile_dtype),
             between("x"),
             between("x"),
             between("qkv"),
@@ -245,10 +247,10 @@ def _call(step: _Step, interpret: bool | pltpu.InterpretParams, cache: tuple[int
             jax.ShapeDtypeStruct(cache, step.dtype),
             jax.ShapeDtypeStruct(cache, step.dtype),
         ),
-        in_specs=[scalar] * 4 + [vector] * 7 + [hbm] * 3,
+        in_specs=[scalar] * 4 + [vector] * 8 + [hbm] * 3,
         out_specs=(vector, vector, hbm, hbm),
         scratch_shapes=[*_Buffers.of(step), *Scratch.of(step.shape)],
-        input_output_aliases={12: 2, 13: 3},
+        input_output_aliases={13: 2, 14: 3},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=min(step.vmem_bytes * 9 // 8 + 2**22, 62 * 2**20),
             disable_bounds_checks=True,  # as in tree attention; interpreted runs check them all
@@ -273,6 +275,7 @@ def _kernel(
     norms,  # [2 l, d]
     head_norms,  # [2 l, f]
     final_norm,  # [1, d]
+    scales,  # [S, rows], of int8 tiles
     tiles,  # [T, columns, rows], HBM
     k_before,  # the cache's buffers, which the outputs are
     v_before,
@@ -307,8 +310,9 @@ def _kernel(
         load(tile, bank).wait()
         lanes = pl.ds(pl.multiple_of(column * plan.columns, LANES), plan.columns)
         precision = jax.lax.Precision.HIGHEST if step.dtype == jnp.float32 else None
+        weight = at.banks[bank].astype(step.dtype)
         y = jnp.dot(
-            source[:, lanes].astype(step.dtype), at.banks[bank], precision=precision, preferred_element_type=jnp.float32
+            source[:, lanes].astype(step.dtype), weight, precision=precision, preferred_element_type=jnp.float32
         )
 
         @pl.when(tile + BANKS < tiles_in_all)
@@ -324,11 +328,14 @@ def _kernel(
 
         def outputs(i, tile):
             found = []
-            for _ in range(pair):
+            for half in range(pair):
                 y = multiply(source, 0, tile)
                 for column in range(1, matrix.inputs):
                     y += multiply(source, column, tile + column)
                 tile += matrix.inputs
+                if plan.int8:
+                    row = layer * plan.scales["all"] + plan.scales[name] + pair * i + half
+                    y *= scales[pl.ds(row, 1), :]
                 found.append(_round(step, y))
             store(pl.ds(pl.multiple_of(i * plan.rows, LANES), plan.rows), *found)
             return tile

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.array_types import Array, Float, pytree
+from specjax.array_types import Array, Float, Int, pytree
 
 LANES = 128
 TILE_BYTES = 2**21
@@ -47,9 +47,10 @@ class Plan:
         dim: width of a head.
         eps: of every RMSNorm.
         qk_norm: RMSNorm over each query and key head.
-        dtype: of weights, activations and cache.
+        dtype: of activations and cache, and of weights unless they are `int8`.
         rows: outputs of a tile.
         columns: inputs of a tile.
+        int8: matrices are rounded to 8 bits, with a scale for each output (symmetric: its largest weight is 127).
     """
 
     layers: int
@@ -63,19 +64,24 @@ class Plan:
     dtype: str
     rows: int
     columns: int
+    int8: bool = False
 
     @classmethod
-    def of(cls, *, dtype: str, **sizes: Any) -> "Plan":
+    def of(cls, *, dtype: str, int8: bool = False, **sizes: Any) -> "Plan":
         """A plan whose tiles waste least: padding costs its bytes, every tile a copy of its own."""
-        item = jnp.dtype(dtype).itemsize
+        item = 1 if int8 else jnp.dtype(dtype).itemsize
 
         def bytes_moved(tile):
-            plan = cls(dtype=dtype, rows=tile[0], columns=tile[1], **sizes)
+            plan = cls(dtype=dtype, rows=tile[0], columns=tile[1], int8=int8, **sizes)
             return plan.tiles * (plan.rows * plan.columns * item + 2**16)
 
         sides = itertools.product(range(LANES, 1025, LANES), range(LANES, 4097, LANES))
         rows, columns = min((s for s in sides if s[0] * s[1] * item <= TILE_BYTES), key=bytes_moved)
-        return cls(dtype=dtype, rows=rows, columns=columns, **sizes)
+        return cls(dtype=dtype, rows=rows, columns=columns, int8=int8, **sizes)
+
+    @property
+    def tile_dtype(self) -> jnp.dtype:
+        return jnp.dtype("int8" if self.int8 else self.dtype)
 
     @functools.cached_property
     def matrices(self) -> dict[str, Matrix]:
@@ -100,6 +106,15 @@ class Plan:
         last = self.matrices["down"]
         return last.first + last.count
 
+    @functools.cached_property
+    def scales(self) -> dict[str, int]:
+        """First row of each matrix among its layer's rows of scales, one a tile of outputs; `all`: how many."""
+        found, first = {}, 0
+        for matrix in self.matrices.values():
+            found[matrix.name] = first
+            first += matrix.outputs
+        return found | {"all": first}
+
     def padded(self, *names: str) -> int:
         """Lanes of a buffer that holds inputs or outputs of these matrices, written or read in whole tiles."""
         found = [self.matrices[name] for name in names]
@@ -113,12 +128,14 @@ class Weights:
 
     Attributes:
         tiles: layer after layer, `Plan.matrices` of each; `i` inputs of `o` outputs.
+        scales: what each output of `int8` tiles is multiplied by, `Plan.scales` rows a layer; None without.
         norms: before attention and before the MLP.
         head_norms: of query and key heads, or None.
         final_norm: after the last layer.
     """
 
-    tiles: Float[Array, "T i o"]
+    tiles: Float[Array, "T i o"] | Int[Array, "T i o"]
+    scales: Float[Array, "S o"] | None
     norms: Float[Array, "l 2 d"]
     head_norms: Float[Array, "l 2 f"] | None
     final_norm: Float[Array, " d"]
@@ -135,35 +152,52 @@ def pack(plan: Plan, layers: list[dict[str, Array]], final_norm: Array) -> Weigh
     """
 
     def layer(parts):
-        gate_up = jnp.stack([_cut(plan, parts["gate"]), _cut(plan, parts["up"])], axis=1)
-        cut = [_cut(plan, parts["qkv"]), _cut(plan, parts["out"]), gate_up, _cut(plan, parts["down"])]
-        return [x.reshape(-1, plan.columns, plan.rows) for x in cut]
+        """Tiles and scales of a layer, matrix after matrix."""
+        cut = {name: _cut(plan, parts[name]) for name in ("qkv", "out", "gate", "up", "down")}
+        pair = [jnp.stack([cut["gate"][i], cut["up"][i]], axis=1) for i in range(2)]
+        order = [cut["qkv"], cut["out"], pair, cut["down"]]
+        tiles = [tile.reshape(-1, plan.columns, plan.rows) for tile, _ in order]
+        return tiles, [scale.reshape(-1, plan.rows) for _, scale in order]
 
     def both(first, second):
         return jnp.stack([jnp.stack([x[first], x[second]]) for x in layers])
 
+    made = [layer(parts) for parts in layers]
     return Weights(
-        tiles=jnp.concatenate([tile for parts in layers for tile in layer(parts)]),
+        tiles=jnp.concatenate([tile for tiles, _ in made for tile in tiles]),
+        scales=jnp.concatenate([scale for _, scales in made for scale in scales]) if plan.int8 else None,
         norms=both("attention_norm", "mlp_norm"),
         head_norms=both("q_norm", "k_norm") if plan.qk_norm else None,
         final_norm=final_norm,
     )
 
 
-def _cut(plan: Plan, matrix: Float[Array, "o i"]) -> Float[Array, "O I c r"]:
+def _cut(plan: Plan, matrix: Float[Array, "o i"]) -> tuple[Array, Array]:
+    """Tiles `[O, I, columns, rows]` of a matrix, and the scales `[O, rows]` of its outputs (all 1 without `int8`)."""
     outputs, inputs = -(-matrix.shape[0] // plan.rows), -(-matrix.shape[1] // plan.columns)
     more = outputs * plan.rows - matrix.shape[0], inputs * plan.columns - matrix.shape[1]
     padded = jnp.pad(matrix, ((0, more[0]), (0, more[1])))
-    return padded.reshape(outputs, plan.rows, inputs, plan.columns).transpose(0, 2, 3, 1)
+    scale = jnp.ones((len(padded),), jnp.float32)
+    if plan.int8:
+        largest = jnp.max(jnp.abs(padded.astype(jnp.float32)), axis=1)
+        scale = jnp.where(largest > 0, largest / 127, 1.0)
+        padded = jnp.round(padded.astype(jnp.float32) / scale[:, None]).astype(jnp.int8)
+    tiles = padded.reshape(outputs, plan.rows, inputs, plan.columns).transpose(0, 2, 3, 1)
+    return tiles, scale.reshape(outputs, plan.rows)
 
 
-def product(plan: Plan, tiles: Array, layer: int, name: str, x: Float[Array, "N i"]) -> Float[Array, "N o"]:
+def product(plan: Plan, weights: Weights, layer: int, name: str, x: Float[Array, "N i"]) -> Float[Array, "N o"]:
     """`x @ matrix.T` from the tiles, in x's dtype; `gate_up` gives gate and up behind each other."""
     matrix = plan.matrices[name]
     first = layer * plan.tiles + matrix.first
-    cut = jax.lax.slice_in_dim(tiles, first, first + matrix.count)
+    cut = jax.lax.slice_in_dim(weights.tiles, first, first + matrix.count).astype(x.dtype)
     cut = cut.reshape(-1, 2 if name == "gate_up" else 1, matrix.inputs, plan.columns, plan.rows)
     x = jnp.pad(x, ((0, 0), (0, matrix.inputs * plan.columns - x.shape[1])))
     x = x.reshape(-1, matrix.inputs, plan.columns)
-    y = jnp.einsum("nic,ohicr->nhor", x, cut, preferred_element_type=jnp.float32).astype(x.dtype)
+    y = jnp.einsum("nic,ohicr->nhor", x, cut, preferred_element_type=jnp.float32)
+    if weights.scales is not None:
+        row = layer * plan.scales["all"] + plan.scales[name]
+        scale = jax.lax.slice_in_dim(weights.scales, row, row + matrix.outputs)
+        y = y * scale.reshape(-1, cut.shape[1], plan.rows).transpose(1, 0, 2)
+    y = y.astype(x.dtype)
     return y.reshape(*y.shape[:2], -1)[:, :, : matrix.size_out].reshape(len(x), -1)
