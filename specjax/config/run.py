@@ -25,6 +25,7 @@ class RunConfig(Strict):
             platform without; `reference` is plain JAX everywhere; `interpret` simulates kernels, to look for faults.
         decode_step: `fused` runs the target's layers as one op, one kernel on a TPU, over weights cut into tiles; `xla`
             compiles them one by one. `auto` is `xla` until a chip has shown that the other pays.
+        quantization: `int8` rounds the layers' matrices of the fused step to 8 bits, a scale for each output.
         accept: the accept rule; `auto` takes the one that fits the drafts.
         draft_sampling: `deterministic` candidates (same seed, same text, with any drafter), or drafts `sampled` from q.
         prefill_chunk: prompt tokens processed at once.
@@ -43,6 +44,7 @@ class RunConfig(Strict):
     page_size: int | None = Field(default=None, ge=1)
     kernels: Literal["auto", "reference", "pallas", "interpret"] = "auto"
     decode_step: Literal["auto", "fused", "xla"] = "auto"
+    quantization: Literal["none", "int8"] = "none"
     accept: Literal["auto", "tree", "chain", "block", "recursive"] = "auto"
     draft_sampling: Literal["deterministic", "sampled"] = "deterministic"
     prefill_chunk: int = Field(default=256, ge=1)
@@ -70,6 +72,8 @@ class RunConfig(Strict):
                 f"draft_sampling 'sampled' needs a drafter with a distribution to sample from, and "
                 f"'{self.drafter.kind}' has none; leave it 'deterministic' or take a model drafter"
             )
+        if self.quantization != "none" and self.decode_step != "fused":
+            raise ValueError(f"quantization '{self.quantization}' is of the fused step: set decode_step to 'fused'")
         if self.accept in ("block", "recursive") and self.draft_sampling != "sampled":
             raise ValueError(
                 f"accept '{self.accept}' is for sampled drafts; set draft_sampling to 'sampled', or accept to 'auto'"

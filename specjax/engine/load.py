@@ -29,7 +29,7 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
     target, params = decoder.from_tensors(model, checkpoint.tensors, dtype)
     params = hold(params, dtype)
     if config.decode_step == "fused":
-        target, params = fused.fuse(target, params)
+        target, params = fused.fuse(target, params, int8=config.quantization == "int8")
     drafter, drafter_params = make_drafter(config, target, params, checkpoint.tokenizer, dtype, _noting(quiet))
     with _compiling(quiet) as progress:
         return engine(

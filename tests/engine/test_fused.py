@@ -28,3 +28,6 @@ def test_modes_are_named():
     assert RunConfig().decode_step == "auto"
     with pytest.raises((ConfigError, ValueError), match="decode_step"):
         RunConfig.model_validate({"decode_step": "mega"})
+    with pytest.raises((ConfigError, ValueError), match="quantization 'int8' is of the fused step"):
+        RunConfig(quantization="int8")
+    assert RunConfig(quantization="int8", decode_step="fused").quantization == "int8"
