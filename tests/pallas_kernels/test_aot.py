@@ -1,0 +1,73 @@
+"""Times worked out from a schedule: bound by memory where bundles are few, by bundles where they are many."""
+
+import dataclasses
+
+import pytest
+
+from specjax.pallas_kernels import aot, aot_decode
+from specjax.pallas_kernels.schedule import UNITS, Loop, Schedule
+
+CHIP = aot.Chip("test", "tpu", "none", clock=1e9, bandwidth=1e12, memory=32e9)
+
+
+def loop(bundles, *inner, mxu=True):
+    return Loop(bundles=bundles, used=dict.fromkeys(UNITS, 0) | {"MXU": int(mxu)}, loops=list(inner))
+
+
+def schedule(*inner):
+    return Schedule(loop(0, *inner, mxu=False), dict.fromkeys(UNITS, 2))
+
+
+def attention(plain):
+    pieces = loop(10, mxu=False)
+    return schedule(loop(100, loop(plain, pieces, pieces), loop(plain + 300, pieces), mxu=False))
+
+
+def test_attention_is_the_longer_of_bundles_and_copies():
+    job = aot.tree_attention_job("8k", batch=4, context=8192)
+    block = 2 * 8 * 1024 * 128 * 2 / CHIP.bandwidth
+    quick, slow = (job.estimate(attention(n), CHIP)["estimate_s"] for n in (100, 100_000))
+    assert quick == pytest.approx(4 * (100e-9 + 8 * block) + block)
+    assert slow == pytest.approx(4 * (100e-9 + 8 * (100_000 + 4 * 10) * 1e-9) + block)  # four pieces of 256 slots
+    assert job.needed == 4 * 8 * block * CHIP.bandwidth
+
+
+def decode(tile, around=0):
+    """A layer of the 8B plan whose tiles take `tile` bundles each; one request."""
+    pieces = loop(1, mxu=False)
+    counts = (2, 2, 4, 7)  # tiles in a turn of the loops of qkv, out, gate_up and down
+    qkv, out, gate_up, down = (loop(tile * n) for n in counts)
+    return schedule(loop(around, qkv, pieces, loop(1, pieces), loop(1, pieces), out, gate_up, down, mxu=False))
+
+
+def test_a_step_whose_bundles_are_few_keeps_memory_busy():
+    job = aot_decode.job("Llama-3.1-8B", context=1024)
+    shown = job.estimate(decode(1), CHIP)
+    floor = job.needed / CHIP.bandwidth
+    assert floor < shown["estimate_s"] < 1.01 * floor
+    assert shown["idle"] < 0.01 and shown["busy"] < 0.01
+
+
+def test_a_step_whose_bundles_are_many_lets_memory_wait():
+    job = aot_decode.job("Llama-3.1-8B", context=1024)
+    tiles, cycles = 32 * 208, 10_000
+    shown = job.estimate(decode(cycles), CHIP)
+    assert shown["estimate_s"] == pytest.approx(tiles * cycles / CHIP.clock, rel=0.02)
+    assert shown["busy"] > 0.98 and shown["idle"] > 0.7
+
+
+def test_work_outside_of_the_products_is_covered_by_tiles_in_flight():
+    """A ring of twelve tiles is 25 µs of copies here: 10 µs a layer beside the products cost nothing, 100 µs do."""
+    job = aot_decode.job("Llama-3.1-8B", context=1024)
+    short, long = (job.estimate(decode(1, around=n), CHIP)["estimate_s"] for n in (10_000, 100_000))
+    floor = job.needed / CHIP.bandwidth
+    assert short < 1.02 * floor
+    assert long > floor + 32 * 40e-6
+
+
+def test_jobs_fit_the_chip():
+    for chip in aot.CHIPS.values():
+        for job in aot_decode.jobs(chip, short=False):
+            assert sum(x.size * x.dtype.itemsize for x in aot.jax.tree.leaves(job.args)) < chip.memory
+    small = dataclasses.replace(CHIP, memory=17e9)
+    assert "3B" in aot_decode.jobs(small, short=True)[0].name
