@@ -283,8 +283,8 @@ class Trainer:
         note(
             "starting from the target" if rows else "starting at random" if start is None else "starting from a drafter"
         )
-        trained = warm_start.initial(*args, rows, r.seed, r.batch)
         scale = warm_start.tap_scale(*args, max(r.warm_rows // 4, 1)) if self.objective.is_block else np.float32(1)
+        trained = warm_start.initial(*args, rows, r.seed, r.batch, scale)
         if start is not None:
             own = {name: x for name, x in start.items() if name in trained and trained[name].shape == x.shape}
             if self.objective.is_block and "fc.weight" in own:

@@ -13,8 +13,9 @@ MTP. The residual stream before the target's last layer, at the next position, i
 next token, normed hidden state]: that is the fuse matrix. The module's layer is the target's last one, which finishes
 the work.
 
-Block drafters. Layers start as the target's last ones, queries and keys at the size that they have there. `fc` starts
-as the tap nearest below them.
+Block drafters. `fc` foresees the next position's final hidden state, and the first layer's values pass its leading
+directions on: whatever the context is attended to, what comes out is a guess. (The target's own layers are a bad start:
+a block's rows are embeddings, and what those layers make of embeddings is loud and wrong.)
 """
 
 import functools
@@ -41,6 +42,7 @@ def initial(
     warm_rows: int,
     seed: int,
     batch: int,
+    scale: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """The tensors that training starts from, by canonical name, in float32.
 
@@ -52,6 +54,7 @@ def initial(
         warm_rows: how many of them the regression sees; 0 leaves what needs none of them.
         seed: of the random part.
         batch: rows at a time.
+        scale: of the taps, for a block drafter (see `tap_scale`).
     """
     tensors = random(config, target_params, seed)
     if warm_rows == 0:
@@ -61,7 +64,7 @@ def initial(
         return tensors | _eagle3(config, tensors, target, target_params, rows, batch)
     if config.family == "mtp":
         return tensors | _mtp(config, target, target_params, rows, batch)
-    return tensors | _block(config, tensors, target, target_params, rows, batch)
+    return tensors | _block(config, tensors, target, target_params, rows, batch, scale)
 
 
 def random(config: HeadConfig, target_params: Any, seed: int) -> dict[str, np.ndarray]:
@@ -196,26 +199,30 @@ def _mtp(c: HeadConfig, target: Target, params: Any, rows: Any, batch: int) -> d
 
 
 def _block(
-    c: HeadConfig, tensors: dict[str, np.ndarray], target: Target, params: Any, rows: Any, batch: int
+    c: HeadConfig, tensors: dict[str, np.ndarray], target: Target, params: Any, rows: Any, batch: int, scale: np.ndarray
 ) -> dict[str, np.ndarray]:
-    layers = target.config.num_layers
-    out: dict[str, np.ndarray] = {}
-    for i in range(c.num_layers):
-        out |= target_layer(c, params, layers - c.num_layers + i, i)
-    d = c.target_hidden_size
-    fc = np.zeros((c.hidden_size, len(c.taps) * d), np.float32)
-    if c.hidden_size == d:
-        fc[:, (len(c.taps) - 1) * d :] = np.eye(d)
-    out["fc.weight"] = fc + 0.3 * tensors["fc.weight"]
-    out["hidden_norm.weight"] = out["layers.0.input_layernorm.weight"]
+    seen = _run(target, c.taps, params, rows, batch)
+    follows, _ = _pairs(rows, np.asarray(params["embedding"], np.float32))
+    final = np.asarray(params["norm"]["weight"], np.float32)
+    later = np.roll(seen["hidden"], -1, axis=1)[follows] / np.where(final == 0, 1, final)
+    fc = ridge(seen["taps"][follows] / scale, later)
+    out = {"fc.weight": fc}
+    # The leading directions of what `fc` foresees, through the values of the heads and back.
+    foreseen = (seen["taps"][follows] / scale) @ fc.T
+    f, d, ratio = c.head_dim, c.hidden_size, c.num_heads // c.num_kv_heads
+    rank = min(c.num_kv_heads * f, d)
+    lead = np.linalg.eigh(foreseen.T @ foreseen)[1][:, ::-1][:, :rank].T
+    v = np.zeros((c.num_kv_heads * f, d))
+    v[:rank] = lead
+    o = np.repeat(v.T.reshape(d, c.num_kv_heads, f), ratio, axis=1) / ratio
+    out |= {"layers.0.self_attn.v_proj.weight": v, "layers.0.self_attn.o_proj.weight": o.reshape(d, -1)}
     return {name: value.astype(np.float32) for name, value in out.items()}
 
 
 def target_layer(c: HeadConfig, params: Any, source: int, index: int) -> dict[str, np.ndarray]:
     """A layer of the target under a drafter's names, as far as shapes agree.
 
-    A narrower MLP takes the neurons with the largest weights. Where the drafter norms queries and keys and the target
-    does not, the norms start at the size that a unit input gives them.
+    A narrower MLP takes the neurons with the largest weights.
     """
     layer = jax.tree.map(lambda x: np.asarray(x, np.float32), params["layers"][source])
     prefix, heads, groups = f"layers.{index}", c.num_heads, c.num_kv_heads
@@ -238,10 +245,8 @@ def target_layer(c: HeadConfig, params: Any, source: int, index: int) -> dict[st
         "mlp.down_proj.weight": down,
     }
     if c.qk_norm:
-        for name, x in (("q", q), ("k", k)):
-            own = layer["attention"].get(f"{name}_norm")
-            size = np.sqrt(np.mean(np.sum(np.square(x * layer["attention_norm"]["weight"]), axis=1)))
-            out[f"self_attn.{name}_norm.weight"] = np.full((c.head_dim,), size) if own is None else own["weight"]
+        for name in "qk":
+            out[f"self_attn.{name}_norm.weight"] = layer["attention"][f"{name}_norm"]["weight"]
     if c.attention_bias:
         bias = layer["attention"]["qkv"]["bias"]
         parts = np.split(bias, [heads * c.head_dim, (heads + groups) * c.head_dim])

@@ -3,7 +3,9 @@ import pytest
 from support import toy
 
 from specjax.config import ConfigError
+from specjax.drafters.formats.read import load_drafter
 from specjax.drafters.learned import check_tensors
+from specjax.training.export import export
 from specjax.training.optimizer import is_matrix, rate
 from specjax.training.recipe import default_taps, head_config, load, make, restore
 from specjax.training.warm_start import random
@@ -36,10 +38,14 @@ def test_what_cannot_be_honoured_is_refused(values, message):
 
 
 @pytest.mark.parametrize("family", ["eagle3", "mtp", "dflash", "dflash2", "dspark", "ubtree"])
-def test_a_recipe_makes_a_drafter_that_has_its_tensors(family):
-    config = head_config(make({"drafter": family, "steps": 1}), toy.tiny_config(), np.arange(64) + 1)
+def test_a_recipe_makes_a_drafter_that_has_its_tensors_and_a_format(family, tmp_path):
+    target = toy.tiny_config()
+    config = head_config(make({"drafter": family, "steps": 1}), target, np.arange(64) + 1)
     assert config.taps == (() if family == "mtp" else (1,))
-    check_tensors(config, random(config, toy.tiny()[1], 0))
+    tensors = random(config, toy.tiny()[1], 0)
+    check_tensors(config, tensors)
+    loaded = load_drafter(export(tmp_path / "drafter", config, tensors, target, "how"), target)
+    assert loaded.config == config
 
 
 def test_default_taps():

@@ -49,7 +49,7 @@ def read(folder: Folder, target: DecoderConfig, format: str) -> Reading:
     _verifier(about, target, keys, notes)
     kind = (layer or {}).get("model_type", "qwen3")
     known = {
-        "mtp": ("qwen3", "qwen3_next", "qwen3_5_text"),
+        "mtp": ("llama", "qwen3", "qwen3_next", "qwen3_5_text"),
         "eagle3": ("llama", "qwen3"),
         "peagle": ("llama", "qwen3"),
     }.get(family, ("qwen3",))

@@ -32,7 +32,7 @@ def test_round_trip(s, tmp_path):
     read = load_drafter(s.write(tmp_path / "in"), TARGET)
     unwritable = {
         "eagle3-safeailab": "eagle3-specforge",
-        "mtp-deepseek": None,
+        "mtp-deepseek": "speculators-mtp",
         "mtp-mimo": None,
         "mtp-qwen": "speculators-mtp",
     }
