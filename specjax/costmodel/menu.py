@@ -32,14 +32,14 @@ def shapes(kinds: Iterable[str]) -> tuple[DraftShape, ...]:
     return tuple(dict.fromkeys(menu))
 
 
-def widths(live: int, rows: int) -> tuple[int, ...]:
-    """Total rows of the verify passes that `live` requests of at most `rows` rows each can choose from, ascending.
+def widths(batch: int, rows: int) -> tuple[int, ...]:
+    """Total rows of the verify passes of an engine for `batch` requests of at most `rows` rows each, ascending.
 
-    The fullest pass, halved while it holds a root of every request: few programs, none more than twice too wide.
+    The fullest pass, and halves of it and of the plain one: few programs, none more than twice too wide.
     """
-    sizes = {live}
-    size = live * rows
-    while size > live:
-        sizes.add(size)
-        size //= 2
-    return tuple(sorted(sizes))
+    sizes = set()
+    for size in (batch, batch * rows):
+        while size > 1:
+            sizes.add(size)
+            size = -(-size // 2)
+    return tuple(sorted(sizes | {1}))

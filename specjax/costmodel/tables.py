@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -294,7 +294,7 @@ class Table:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Generator[Path]:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     part = Path(name)
@@ -352,7 +352,11 @@ def load(path: Path) -> Table:
 
 
 def resolve(
-    wanted: Provenance, shapes: Iterable[DraftShape], setup: Setup | None = None, folder: Path | None = None
+    wanted: Provenance,
+    shapes: Iterable[DraftShape],
+    setup: Setup | None = None,
+    folder: Path | None = None,
+    batch: int = 1,
 ) -> tuple[Table, list[str]]:
     """The best table for a set-up: measured here, else shipped, else the roofline of the device's facts.
 
@@ -361,6 +365,7 @@ def resolve(
         shapes: draft shapes that must be priced.
         setup: what to price by the roofline; None takes it from the names in `wanted`.
         folder: of measured tables; None is the user's.
+        batch: requests that decode together; a table that was measured for fewer is passed over.
 
     Returns:
         The table, and a line for each candidate that was passed over, with the differences.
@@ -379,6 +384,10 @@ def resolve(
             table = load(path).require(wanted)
         except ValueError as error:
             passed.append(f"{path.name} was passed over: {error}")
+            continue
+        most = table.verify.axes[0][-1]
+        if most < batch and most < BATCH[-1]:
+            passed.append(f"{path.name} was passed over: it is for up to {most:.0f} requests, not {batch}")
             continue
         missing = [shape for shape in shapes if shape not in table.draft]
         if not missing:

@@ -1,0 +1,48 @@
+"""What the planner costs the host: `python benchmarks/decision_time.py`. Microseconds of a decision, by live rows."""
+
+import statistics
+from time import perf_counter
+
+import numpy as np
+
+from specjax.costmodel import menu, tables
+from specjax.costmodel.planner import Planner
+
+KINDS = ("ngram", "eagle3", "mtp", "dspark")
+ROUNDS = 400
+
+
+def main() -> None:
+    """Print medians and 90th percentiles over random rounds."""
+    table = tables.load(tables.shipped("h100", "llama-3.1-8b"))
+    shapes = menu.shapes(KINDS)
+    print(f"{len(shapes)} shapes of {', '.join(KINDS)}; microseconds, median (90th percentile)")
+    for batch in (1, 8, 64, 512):
+        rng = np.random.default_rng(0)
+        planner = Planner(table, shapes, menu.widths(batch, max(s.rows for s in shapes)), batch)
+        rows = np.arange(batch)
+        for row in rows.tolist():
+            planner.start(row)
+        times: dict[str, list[float]] = {"decide": [], "fit": [], "observe": []}
+        for _ in range(ROUNDS):
+            began = perf_counter()
+            decision = planner.decide(rows, 1000.0)
+            decided = perf_counter()
+            live = np.full(batch, decision.shape.rows - 1)
+            count, budgets = planner.fit(decision, rows, live, 1000.0)
+            fitted = perf_counter()
+            drafts = budgets - 1
+            accepted = np.minimum(rng.geometric(0.35, batch) - 1, np.minimum(drafts, decision.shape.depth))
+            resumed = perf_counter()
+            planner.observe(
+                decision, rows, 1000.0, seconds=decision.seconds, count=count, drafts=drafts, accepted=accepted
+            )
+            observed = perf_counter()
+            for name, spent in zip(times, (decided - began, fitted - decided, observed - resumed), strict=True):
+                times[name].append(spent * 1e6)
+        shown = [f"{n} {statistics.median(t):.0f} ({np.quantile(t, 0.9):.0f})" for n, t in times.items()]
+        print(f"{batch:>4} rows: " + ", ".join(shown))
+
+
+if __name__ == "__main__":
+    main()

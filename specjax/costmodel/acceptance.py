@@ -1,0 +1,217 @@
+"""How often drafts are accepted: learned from every verified round, by drafter, depth, temperature and request.
+
+Three levels, each shrunk to the one above, all forgetting at a steady pace so that they follow the traffic:
+
+    prior -> the drafter's odds against its prior -> each depth of each shape and temperature -> the request's odds
+
+How far a request may be from the others is itself estimated (a random effect of the log odds, by moments): where all
+requests are alike, none is taken for lucky.
+
+Only rounds that are over feed it, so whatever is decided from it depends on nothing that the next round samples.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from specjax.costmodel.priors import HOT, PRIORS, Outline, Prior, outline
+from specjax.draft import DraftShape
+
+TEMPERATURES = (0.25, 0.85)  # bucket borders: near greedy, warm, hot
+MEMORY = 400.0  # rounds after which an observation counts 1/e
+REQUEST_MEMORY = 30.0  # the same, of one request, in its own rounds
+ENOUGH = 1000.0  # observations of a depth beyond which older ones are dropped: a large batch forgets in a few rounds
+WEIGHT = 12.0  # observations that a prior counts for
+REQUEST_WEIGHT = 6.0  # rounds that the batch's share of proposals counts for in a request's own
+SPREAD = 0.25  # variance of the log odds between requests, before any was seen
+SPREAD_WEIGHT = 100.0  # the information behind that number
+EDGE = 1e-3  # rates stay this far from 0 and 1: odds must be finite
+
+
+class Acceptance:
+    """Estimates for the drafted shapes of a menu and the rows of a batch.
+
+    A *curve* is the conditional acceptance by depth: one for all chains of a drafter, one for each of its trees.
+
+    Attributes:
+        shapes: drafted shapes.
+        curve: index of each shape's curve.
+        outlines: of each shape.
+    """
+
+    def __init__(self, shapes: Sequence[DraftShape], batch: int, priors: Mapping[str, Prior] = PRIORS):
+        self.shapes = tuple(shapes)
+        kinds = list(dict.fromkeys(shape.kind for shape in self.shapes))
+        keys = list(dict.fromkeys(_curve(shape) for shape in self.shapes))
+        self.curve = {shape: keys.index(_curve(shape)) for shape in self.shapes}
+        self.outlines = {shape: outline(shape, priors[shape.kind]) for shape in self.shapes}
+        self.kind = np.array([kinds.index(key[0]) for key in keys], int)
+        self.depth = max((shape.depth for shape in self.shapes), default=1)
+        buckets = len(TEMPERATURES) + 1
+        prior = np.full((len(keys), buckets, self.depth), 0.5)
+        for shape in self.shapes:
+            levels = self.outlines[shape].levels
+            heat = HOT ** np.linspace(0, 1, buckets)[:, None]
+            prior[self.curve[shape], :, : shape.depth] = _shifted(_inside(levels), heat)
+        self._prior = prior
+        # Hits and trials, and what the level above expected of them.
+        self._hits, self._trials = np.zeros_like(prior), np.zeros_like(prior)
+        self._kind = np.zeros((len(kinds), 4))  # hits, misses, expected hits, expected misses
+        self._request = np.zeros((len(kinds), batch, 3))  # score, information, variance of the score
+        self._spread = np.zeros((len(kinds), 2))  # excess of the squared scores, squared information
+        self._live_prior = np.array([priors[kind].live for kind in kinds])
+        self._live = np.zeros((len(kinds), 2))  # proposals, rounds
+        self._live_request = np.zeros((len(kinds), batch, 2))
+        self._bucket = np.zeros(batch, int)
+        self._gap = np.zeros((len(kinds), self.depth))  # predicted less observed hits
+        self._seen = np.zeros(len(kinds))  # trials behind it
+        self._kinds = kinds
+        self._rates: np.ndarray | None = None
+
+    def start(self, row: int, temperature: float) -> None:
+        """A new request decodes in a row of the batch."""
+        self._bucket[row] = int(np.searchsorted(TEMPERATURES, temperature, side="right"))
+        self._request[:, row] = 0
+        self._live_request[:, row] = 0
+
+    def age(self) -> None:
+        """A round has passed, whatever it was."""
+        keep = 1 - 1 / MEMORY
+        for sums in (self._hits, self._trials, self._kind, self._live, self._gap, self._seen, self._spread):
+            sums *= keep
+        self._rates = None
+
+    # ---------------------------------------------------------------- estimates
+
+    def rates(self, rows: np.ndarray, *, optimism: float = 0.0) -> np.ndarray:
+        """Conditional acceptance `[curve, request, depth]`; `optimism` adds that many standard deviations.
+
+        The deviation is of the shared curve: what a request deviates by is part of the estimate.
+        """
+        rates = self._curves()
+        if optimism:
+            deviation = np.sqrt(rates * (1 - rates) / (self._trials + WEIGHT + 1))
+            rates = _inside(rates + optimism * deviation)
+        spread = (self._spread[:, 0] + SPREAD_WEIGHT * SPREAD) / (self._spread[:, 1] + SPREAD_WEIGHT)
+        own = self._request[:, rows]
+        shift = own[..., 0] / (own[..., 1] + 1 / np.maximum(spread, EDGE)[:, None])
+        return _shifted(rates[:, self._bucket[rows]], np.exp(shift)[self.kind][:, :, None])
+
+    def live(self, rows: np.ndarray) -> np.ndarray:
+        """Chance that a drafter proposes anything, `[curve, request]`."""
+        shared = (self._live[:, 0] + WEIGHT * self._live_prior) / (self._live[:, 1] + WEIGHT)
+        own = self._live_request[:, rows]
+        each = (own[..., 0] + REQUEST_WEIGHT * shared[:, None]) / (own[..., 1] + REQUEST_WEIGHT)
+        return each[self.kind]
+
+    def calibration_error(self) -> dict[str, float]:
+        """By kind: how far predicted and observed acceptance are apart, depth by depth, weighed by their trials."""
+        apart = np.abs(self._gap).sum(axis=1) / np.maximum(self._seen, 1)
+        return dict(zip(self._kinds, apart.tolist(), strict=True))
+
+    def trials(self, shape: DraftShape) -> float:
+        """Observations of the first depth that still count, over all temperatures."""
+        return float(self._trials[self.curve[shape], :, 0].sum())
+
+    # ---------------------------------------------------------------- observations
+
+    def observe(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """A round is over.
+
+        Args:
+            shape: what was drafted.
+            rows: batch rows of the requests that took part.
+            drafts: drafted nodes of each that were verified; 0 where the drafter had nothing.
+            accepted: tokens of each that were accepted, the target's own not counted.
+        """
+        curve, made = self.curve[shape], self.outlines[shape]
+        kind = self.kind[curve]
+        proposed = drafts > 0
+        self._live[kind] += [proposed.sum(), len(rows)]
+        self._live[kind] *= ENOUGH / max(float(self._live[kind, 1]), ENOUGH)
+        own = self._live_request[kind]
+        own[rows] = own[rows] * (1 - 1 / REQUEST_MEMORY) + np.stack([proposed, np.ones(len(rows))], axis=1)
+        if not proposed.any():
+            return
+        rows, drafts, accepted = rows[proposed], drafts[proposed], accepted[proposed]
+        bucket = self._bucket[rows]
+        predicted = self.rates(rows)[curve]
+        shared = self._curves()[curve][bucket]
+        hits, trials = _outcomes(made, shape, drafts, accepted, self.depth)
+        np.add.at(self._hits[curve], bucket, hits)
+        np.add.at(self._trials[curve], bucket, trials)
+        keep = ENOUGH / np.maximum(self._trials[curve], ENOUGH)
+        self._hits[curve] *= keep
+        self._trials[curve] *= keep
+        prior = self._prior[curve][bucket]
+        self._kind[kind] += _tally(hits, trials, prior).sum(axis=0)
+        self._kind[kind] *= ENOUGH / max(float(self._kind[kind, :2].sum()), ENOUGH)
+        mine, keep = self._request[kind], 1 - 1 / REQUEST_MEMORY
+        variance = (trials * shared * (1 - shared)).sum(axis=1)
+        score = (hits - trials * shared).sum(axis=1)
+        mine[rows] = mine[rows] * [keep, keep, keep**2] + np.stack([score, variance, variance], axis=1)
+        scores, information, noise = mine[rows].T
+        self._spread[kind] += [(scores**2 - noise).sum(), (information**2).sum()]
+        self._gap[kind] += (predicted * trials - hits).sum(axis=0)
+        self._seen[kind] += trials.sum()
+        self._rates = None
+
+    # ---------------------------------------------------------------- inside
+
+    def _base(self) -> np.ndarray:
+        """The prior moved by each drafter's odds."""
+        odds = _odds_ratio(self._kind, WEIGHT)[self.kind]
+        return _shifted(self._prior, odds[:, None, None])
+
+    def _curves(self) -> np.ndarray:
+        if self._rates is None:
+            self._rates = _inside((self._hits + WEIGHT * self._base()) / (self._trials + WEIGHT))
+        return self._rates
+
+
+def _curve(shape: DraftShape) -> tuple:
+    return (shape.kind,) if shape.is_chain else (shape.kind, shape.depth, shape.branching, shape.rows)
+
+
+def _outcomes(
+    made: Outline, shape: DraftShape, drafts: np.ndarray, accepted: np.ndarray, depth: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hits and exposures by depth `[request, depth]` of rounds that verified the first `drafts` nodes of an outline.
+
+    A depth is exposed once if the depth above was accepted. Of a tree that was cut, the nodes that were kept are more
+    or less fertile than the whole depth: the exposure is what they hold of this depth over what they hold of the last.
+    """
+    level = np.arange(1, depth + 1)
+    kept = _kept(made, shape, depth)[np.minimum(drafts, len(made.shares))]
+    above = np.concatenate([np.ones((len(kept), 1)), kept[:, :-1]], axis=1)
+    exposure = np.where(level <= accepted[:, None] + 1, kept / np.maximum(above, EDGE), 0.0)
+    return (level <= accepted[:, None]).astype(float), exposure
+
+
+def _kept(made: Outline, shape: DraftShape, depth: int) -> np.ndarray:
+    """Share of each depth's chance that the first n nodes hold `[n, depth]`, n from 0 to all."""
+    kept = np.zeros((len(made.shares) + 1, depth))
+    np.add.at(kept, (np.arange(1, len(made.shares) + 1), made.depths - 1), made.shares)
+    return np.minimum(np.cumsum(kept, axis=0), 1.0)
+
+
+def _tally(hits: np.ndarray, trials: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Hits, misses, expected hits and expected misses of each request."""
+    return np.stack(
+        [x.sum(axis=-1) for x in (hits, trials - hits, trials * expected, trials * (1 - expected))], axis=-1
+    )
+
+
+def _odds_ratio(tally: np.ndarray, weight: float) -> np.ndarray:
+    """Observed odds over expected odds, both shrunk as if `weight` hits and misses had gone as expected."""
+    hits, misses, more, less = (np.maximum(tally[..., i], 0.0) for i in range(4))
+    return (hits + weight) / (more + weight) * (less + weight) / (misses + weight)
+
+
+def _shifted(rates: np.ndarray, odds: np.ndarray) -> np.ndarray:
+    """Rates whose odds are multiplied."""
+    return rates * odds / (1 + rates * (odds - 1))
+
+
+def _inside(rates: np.ndarray) -> np.ndarray:
+    return np.clip(rates, EDGE, 1 - EDGE)

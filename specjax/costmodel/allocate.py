@@ -1,0 +1,54 @@
+"""Which draft nodes of a whole batch to verify, when rows cost time.
+
+For any number of rows the best set is that of the likeliest nodes, whichever request they belong to; as a node is never
+likelier than its parent, it is a valid tree of each request. So only the number is to be chosen, and as programs exist
+for a few numbers alone, all of them are tried: no iteration, and exactly the optimum. Requests that predict well get
+deep trees, the others get their root.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def expected(chances: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    """Expected tokens of a round by the total rows of its pass.
+
+    Args:
+        chances: of each node `[request, node]`, parents before children, none likelier than its parent; 0 for none.
+        rows: totals, roots included; each at least the number of requests.
+
+    Returns:
+        Tokens, the target's own one of each request included.
+    """
+    requests, count = chances.shape[0], chances.size
+    flat = np.sort(chances, axis=None)[::-1]
+    sums = np.concatenate([[0.0], np.cumsum(flat)])
+    return requests + sums[np.minimum(np.asarray(rows) - requests, count)]
+
+
+def best_rate(chances: np.ndarray, rows: Sequence[int], seconds: np.ndarray) -> tuple[int, float]:
+    """The pass of the highest rate, tokens over seconds of the whole round: its index, and the rate."""
+    rates = expected(chances, rows) / seconds
+    index = int(np.argmax(rates))
+    return index, float(rates[index])
+
+
+def best_surplus(chances: np.ndarray, rows: Sequence[int], seconds: np.ndarray, rate: float) -> int:
+    """The pass that gains most over a going rate: tokens - rate x seconds. For costs of which a part is spent already.
+
+    This is a step of Dinkelbach's method: at the optimal rate it and `best_rate` choose alike.
+    """
+    return int(np.argmax(expected(chances, rows) - rate * seconds))
+
+
+def budgets(chances: np.ndarray, rows: int) -> np.ndarray:
+    """Rows of each request, its root included, when the pass has `rows` in all. Nodes without a chance get none."""
+    requests, nodes = chances.shape
+    spare = min(rows - requests, chances.size)
+    if spare <= 0 or nodes == 0:
+        return np.ones(requests, int)
+    # Stable, so that of equals the parent is taken: nodes of one request stand parents first.
+    order = np.argsort(-chances, axis=None, kind="stable")[:spare]
+    order = order[chances.ravel()[order] > 0]
+    return 1 + np.bincount(order // nodes, minlength=requests)

@@ -1,0 +1,482 @@
+"""Which shape to draft next, and how many of its nodes to verify: the most committed tokens per second.
+
+Each round, for the requests that decode now: expected tokens of every shape (acceptance, learned from past rounds) over
+the time of the whole round (prices, corrected by past rounds); plain decoding is always one of the shapes. What is not
+known well enough is tried, but only from a purse that holds a small share of the decoding time; and whoever falls
+behind plain decoding has to be sure of a shape before using it again. A decision reads nothing from the device.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.costmodel import allocate
+from specjax.costmodel.acceptance import Acceptance
+from specjax.costmodel.prices import MEMORY, NOISE, Prices, Quote
+from specjax.costmodel.tables import Table
+from specjax.draft import PLAIN, DraftShape
+
+PURSE = 0.01  # share of the time that trials and shadow drafts may cost
+OPENING = 1.0  # plain rounds' worth of it to begin with
+EARLY, EARLY_ROUNDS = 0.02, 150  # more than that share at first, while the engine is ahead of plain decoding
+LONGEST = 8  # rounds of a trial
+DEBT = 0.02  # share of plain's tokens that may be missing before only sure gains are taken
+NEGLIGIBLE = 0.01  # plain rounds: what costs less than this is as good as free
+EAGER, EVERY = 64, 4  # trials are thought of in each of the first rounds, then now and then: thinking costs too
+DOUBT = 0.7  # deviations of each depth at once: they are independent, so their sum deviates by less than theirs
+HISTORY = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What to do in the next round.
+
+    Attributes:
+        shape: what to draft.
+        rows: total rows of the pass that is expected to follow.
+        budgets: rows of each request, its root included.
+        seconds: expected time of the round.
+        tokens: expected tokens of the round, of all requests.
+        plain: expected tokens per second of plain decoding.
+        reason: `best`; `trial`, to learn; `sure`, the best of what surely gains, as the engine is behind plain; `stay`,
+            where another is better but not yet by what the change costs.
+        shadow: a shape to draft beside a plain round, unverified: the tokens that come anyway tell its acceptance.
+        runner_up: the next best shape, and its rate.
+    """
+
+    shape: DraftShape
+    rows: int
+    budgets: np.ndarray
+    seconds: float
+    tokens: float
+    plain: float
+    reason: str
+    shadow: DraftShape | None = None
+    runner_up: tuple[DraftShape, float] | None = None
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+class Planner:
+    """Chooses shapes for one engine, round by round.
+
+    Args:
+        table: prices of rounds.
+        menu: shapes with programs; plain decoding is added if it is missing.
+        counts: total rows of the verify passes that have programs.
+        batch: rows of the batch.
+        explore: try what is uncertain; off for a plan on paper.
+        ring: newest tokens of a request that a drafter can catch up on; older ones are dropped.
+        acceptance: estimates to begin with; None begins at the priors.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        menu: Sequence[DraftShape],
+        counts: Sequence[int],
+        batch: int,
+        *,
+        explore: bool = True,
+        ring: int = 64,
+        acceptance: Acceptance | None = None,
+    ):
+        self.menu = tuple(dict.fromkeys((PLAIN, *menu)))
+        self.prices = Prices(table, self.menu, counts)
+        drafted = self.menu[1:]
+        self.acceptance = Acceptance(drafted, batch) if acceptance is None else acceptance
+        self.explore, self.ring = explore, ring
+        self.current = PLAIN
+        self.rounds = 0
+        self.switches: collections.deque = collections.deque(maxlen=HISTORY)
+        self._curve = np.array([self.acceptance.curve[s] for s in drafted], int)
+        self._deepest = np.array([s.depth for s in drafted], int) - 1
+        self._rows = np.array([s.rows for s in self.menu])
+        self._missed = dict.fromkeys({s.kind for s in drafted}, 0.0)
+        self._purse: float | None = None
+        self._before: DraftShape | None = None  # the shape before a trial: the way back to it is paid for
+        self._trying: tuple[int, int] | None = None  # a shape and a pass on trial, and the rounds left to them
+        self._left = 0
+        self._ahead = 0.0  # tokens more than plain would have made, a request
+        self._lost = 0.0  # seconds that a change of shape would have saved so far
+        self._errors: collections.deque = collections.deque(maxlen=HISTORY)
+        self.spent = 0.0  # seconds that trials and shadows were expected to cost
+
+    def start(self, row: int, temperature: float = 0.0) -> None:
+        """A new request decodes in a row of the batch."""
+        self.acceptance.start(row, temperature)
+
+    # ---------------------------------------------------------------- deciding
+
+    def decide(self, rows: np.ndarray, context: float) -> Decision:
+        """The next round of the requests in `rows` (of the batch), whose caches hold `context` tokens on average."""
+        quote = self.prices.quote(len(rows), context)
+        seconds = self.prices.seconds(quote)
+        view = _View(self, rows, quote, seconds, self.acceptance.live(rows))
+        choice, second = view.best()
+        choice, reason = self._settle(view, choice)
+        plain = len(rows) / seconds[0, quote.least]
+        if self.explore:
+            if self._ahead < -(OPENING + DEBT * self.rounds):
+                choice, reason = self._sure(rows, quote, seconds, view.proposing, choice), "sure"
+            trial = None
+            if self._trying is not None:  # paid for already
+                trial = view.choice(*self._trying)
+            elif self.rounds < EAGER or self.rounds % EVERY == 0:
+                trial = self._trial(rows, quote, seconds, view, choice)
+            if isinstance(trial, DraftShape):
+                return self._decision(view, choice, plain, reason, second, shadow=trial)
+            if trial is not None:
+                choice, reason = trial, "trial"
+        return self._decision(view, choice, plain, reason, second)
+
+    def fit(self, decision: Decision, rows: np.ndarray, live: np.ndarray, context: float) -> tuple[int, np.ndarray]:
+        """The pass for a draft that is there: total rows, and rows of each request.
+
+        Args:
+            decision: made for this round.
+            rows: as there.
+            live: drafted nodes of each request, the root not counted.
+            context: as there.
+
+        Returns:
+            Total rows of the pass and the budget of each request. The draft's time is spent, so what counts is what
+            further rows gain over the going rate.
+        """
+        quote = self.prices.quote(len(rows), context)
+        counts = self.prices.counts
+        if decision.shape.depth == 0 or not live.any():
+            return int(counts[quote.least]), np.ones(len(rows), int)
+        index = self.menu.index(decision.shape)
+        chances = self._nodes(decision.shape, self._levels(rows))
+        chances = np.where(np.arange(chances.shape[1]) < live[:, None], chances, 0.0)
+        needed = np.searchsorted(counts, len(rows) + live.sum())
+        usable = np.arange(quote.least, min(needed, len(counts) - 1) + 1)
+        if decision.reason == "trial":  # the pass that is on trial, if there is enough to fill it
+            choice = min(int(np.searchsorted(counts[usable], decision.rows)), len(usable) - 1)
+        else:
+            times = self.prices.seconds(quote)[index, usable]
+            choice = allocate.best_surplus(chances, counts[usable], times, decision.rate)
+        total = int(counts[usable[choice]])
+        return total, allocate.budgets(chances, total)
+
+    def extra(self, decision: Decision, live: int, context: float) -> float:
+        """Seconds that a round takes beside its shape: to take the shape up, and for a shadow draft."""
+        shadow = decision.shadow
+        return self._entry(decision.shape) + (
+            self._shadow_cost(shadow, self.prices.quote(live, context)) if shadow else 0.0
+        )
+
+    # ---------------------------------------------------------------- learning
+
+    def observe(
+        self,
+        decision: Decision,
+        rows: np.ndarray,
+        context: float,
+        *,
+        seconds: float,
+        count: int,
+        drafts: np.ndarray,
+        accepted: np.ndarray,
+    ) -> None:
+        """A round is over.
+
+        Args:
+            decision: what was decided for it.
+            rows: batch rows of the requests that took part.
+            context: as given to `decide`.
+            seconds: how long the whole round took.
+            count: total rows of the pass that ran.
+            drafts: nodes of each request that were verified, the root not counted.
+            accepted: of these, accepted.
+        """
+        quote = self.prices.quote(len(rows), context)
+        index, place = self.menu.index(decision.shape), int(np.searchsorted(self.prices.counts, count))
+        self.rounds += 1
+        self.acceptance.age()
+        self.prices.age()
+        paid = seconds - self.extra(decision, len(rows), context)
+        self.prices.observe(index, place, quote.draft[index] + quote.verify[place], max(paid, 0.1 * seconds))
+        if decision.shape.depth:
+            self.acceptance.observe(decision.shape, rows, drafts, accepted)
+        for kind in self._missed:
+            on = kind == decision.shape.kind or (decision.shadow is not None and kind == decision.shadow.kind)
+            missed = self._missed[kind] + float(len(rows) + accepted.sum())
+            self._missed[kind] = 0.0 if on else min(missed, float(self.ring * len(rows)))
+        tokens = len(rows) + float(accepted.sum())
+        plain = self.prices.seconds(quote)[0, quote.least]
+        self._ahead = min(self._ahead + tokens / len(rows) - seconds / plain, OPENING)
+        self._errors.append((decision.seconds, seconds, decision.tokens, tokens))
+        if decision.reason != "trial":
+            self._before = None
+        elif self._before is None:
+            self._before = self.current
+        if self._trying is not None:
+            self._left -= 1
+            self._trying = self._trying if self._left > 0 else None
+        if self._purse is not None:
+            early = self.rounds < EARLY_ROUNDS and self._ahead > 0
+            self._purse = min(self._purse + (PURSE + EARLY * early) * seconds, 10 * OPENING * plain)
+        if decision.shape != self.current:
+            self._lost = 0.0
+            self.switches.append((self.rounds, self.current, decision.shape, decision.reason))
+            self.current = decision.shape
+
+    def shadow(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """What became of shadow drafts: how many of each request's drafts the text that followed agrees with."""
+        self.acceptance.observe(shape, rows, drafts, accepted)
+
+    def report(self) -> dict[str, Any]:
+        """Predicted against actual, over the newest rounds; calibration of acceptance; changes of shape."""
+        errors = np.array(self._errors) if self._errors else np.ones((0, 4))
+        time = np.abs(np.log(errors[:, 1] / errors[:, 0]))
+        tokens = np.abs(errors[:, 3] - errors[:, 2]) / errors[:, 2]
+        return {
+            "rounds": self.rounds,
+            "shape": dataclasses.asdict(self.current),
+            "time_error_median": float(np.median(time)) if len(time) else 0.0,
+            "tokens_error_median": float(np.median(tokens)) if len(tokens) else 0.0,
+            "tokens_bias": float(errors[:, 3].sum() / errors[:, 2].sum() - 1) if len(tokens) else 0.0,
+            "calibration_error": self.acceptance.calibration_error(),
+            "exploration_s": self.spent,
+            "switches": [
+                {"round": r, "from": dataclasses.asdict(a), "to": dataclasses.asdict(b), "reason": why}
+                for r, a, b, why in self.switches
+            ],
+        }
+
+    # ---------------------------------------------------------------- inside
+
+    def _levels(self, rows: np.ndarray, live: np.ndarray | None = None, *, optimism: float = 0.0) -> np.ndarray:
+        """Chance that the accepted path reaches each depth `[curve, request, depth]`; without `live`: given a draft."""
+        reached = np.cumprod(self.acceptance.rates(rows, optimism=optimism), axis=-1)
+        return reached if live is None else reached * live[..., None]
+
+    def _nodes(self, shape: DraftShape, levels: np.ndarray) -> np.ndarray:
+        """Chance of each node `[request, node]` of a drafted shape."""
+        made = self.acceptance.outlines[shape]
+        return levels[self.acceptance.curve[shape]][:, made.depths - 1] * made.shares
+
+    def _totals(self, levels: np.ndarray) -> np.ndarray:
+        """Expected accepted drafts of each shape, whole, over all requests."""
+        sums = np.cumsum(levels.sum(axis=1), axis=1)
+        return np.concatenate([[0.0], sums[self._curve, self._deepest]])
+
+    def _entry(self, shape: DraftShape) -> float:
+        """Seconds to take up a shape: the switch, and what its drafter has to catch up on."""
+        if shape == self.current:
+            return 0.0
+        return self.prices.table.switch + self.prices.table.catch_up_time(shape.kind, self._missed.get(shape.kind, 0.0))
+
+    def _back(self, shape: DraftShape, live: int) -> float:
+        """Seconds to return to the current shape from a short trial of another."""
+        if shape == self.current:
+            return 0.0
+        missed = 2.0 * live if shape.kind != self.current.kind else 0.0
+        return self.prices.table.switch + self.prices.table.catch_up_time(self.current.kind, missed)
+
+    def _settle(self, view: "_View", choice: "Choice") -> tuple["Choice", str]:
+        """The better shape, or the current one while what was lost by it is less than what the change costs.
+
+        Buying when the rent paid so far equals the price costs at most twice what foresight would, however long the
+        better shape stays better; where changes are free they happen at once.
+        """
+        entry = self._entry(self.menu[choice.index])
+        if entry == 0.0 or self.menu[choice.index] == self._before:
+            self._lost *= 0.9
+            return choice, "best"
+        mine = view.choice(self.menu.index(self.current))
+        self._lost += mine.seconds * max(1 - mine.rate / choice.rate, 0.0)
+        return (choice, "best") if self._lost >= entry else (mine, "stay")
+
+    def _sure(
+        self, rows: np.ndarray, quote: Quote, seconds: np.ndarray, live: np.ndarray, choice: "Choice"
+    ) -> "Choice":
+        """The best of what beats plain even if acceptance and time are worse than expected by a deviation."""
+        dearer = seconds * np.exp(self.prices.deviation(quote))
+        dearer[0] = seconds[0]
+        careful, _ = _View(self, rows, quote, dearer, live, optimism=-DOUBT).best()
+        return choice if careful.index == choice.index else careful
+
+    def _trial(
+        self, rows: np.ndarray, quote: Quote, seconds: np.ndarray, view: "_View", choice: "Choice"
+    ) -> "Choice | DraftShape | None":
+        """The shape from whose trial most is to be expected, or None.
+
+        Its gain: the expected improvement (of a normal log rate) over the rounds for which what is learned holds, less
+        what the trial is expected to lose.
+
+        A plain round is best left as it is and the shape drafted beside it, where that is cheaper and all that is
+        unknown is its acceptance: then the shape itself is returned.
+        """
+        plain = float(seconds[0, quote.least])
+        if self._purse is None:
+            self._purse = OPENING * plain
+        if self._purse <= 0:
+            return None
+        hopeful = _View(
+            self, rows, quote, seconds * np.exp(-self.prices.deviation(quote)), view.proposing, optimism=DOUBT
+        )
+        found, worth, price, length = None, 0.0, 0.0, 0
+        for index in np.flatnonzero(hopeful.bounds > choice.rate).tolist():
+            hope = hopeful.choice(index)
+            if (index, hope.place) == (choice.index, choice.place):
+                continue
+            expected = view.choice(index, hope.place)  # the very pass that might be better
+            deviation = math.log(hope.rate / expected.rate)
+            gain = _improvement(math.log(expected.rate / choice.rate), deviation)
+            entry = self._entry(self.menu[index]) + self._back(self.menu[index], len(rows))
+            each = max(expected.seconds * max(1 - expected.rate / choice.rate, 0.0), NEGLIGIBLE * plain)
+            # As many rounds as cost what the way in costs: at most twice the price of what is learned.
+            rounds = int(np.clip(round(entry / each), 1, LONGEST))
+            lost = entry + rounds * each
+            if gain * MEMORY * choice.seconds - lost > worth:
+                found, worth, price, length = expected, gain * MEMORY * choice.seconds - lost, lost, rounds
+        if found is None:
+            return None
+        shape = self.menu[found.index]
+        known = self.prices.deviation(quote)[found.index, found.place] <= 2 * NOISE
+        if shape.depth and choice.index == 0 and known:
+            # How long it takes is known; whether it is accepted can be seen beside a plain round.
+            shadow = self._shadow_cost(shape, quote)
+            if shadow < price and shadow <= self._purse:
+                self._purse -= shadow
+                self.spent += shadow
+                return shape
+        if price > self._purse:
+            return None
+        self._purse -= price
+        self.spent += price
+        self._trying, self._left = (found.index, found.place), length
+        return found
+
+    def _shadow_cost(self, shape: DraftShape, quote: Quote) -> float:
+        index = self.menu.index(shape)
+        missed = self._missed[shape.kind]
+        drafting = quote.draft[index] - self.prices.table.fixed
+        return float(drafting + self.prices.table.catch_up_time(shape.kind, missed))
+
+    def _decision(
+        self,
+        view: "_View",
+        choice: "Choice",
+        plain: float,
+        reason: str,
+        second: tuple[int, float] | None,
+        shadow: DraftShape | None = None,
+    ) -> Decision:
+        shape = self.menu[choice.index]
+        total = int(self.prices.counts[choice.place])
+        if shape.depth:
+            budgets = allocate.budgets(self._nodes(shape, view.levels), total)
+        else:
+            budgets = np.ones(len(view.rows), int)
+        return Decision(
+            shape=shape,
+            rows=total,
+            budgets=budgets,
+            seconds=choice.seconds,
+            tokens=choice.tokens,
+            plain=plain,
+            reason=reason,
+            shadow=shadow,
+            runner_up=None if second is None else (self.menu[second[0]], second[1]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A shape with a pass: indices into the menu and the passes, and what they are expected to do."""
+
+    index: int
+    place: int
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def _improvement(ahead: float, deviation: float) -> float:
+    """Expected gain of a log rate that is normal around `ahead` of the chosen one's, if the better is taken then."""
+    if deviation <= 0:
+        return max(ahead, 0.0)
+    z = ahead / deviation
+    density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+    return deviation * (density + z * 0.5 * math.erfc(-z / math.sqrt(2)))
+
+
+class _View:
+    """Expected rates of the menu for one round, under some seconds `[shape, pass]` and chances by depth."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        rows: np.ndarray,
+        quote: Quote,
+        seconds: np.ndarray,
+        proposing: np.ndarray,
+        *,
+        optimism: float = 0.0,
+    ):
+        self.planner, self.rows, self.quote, self.seconds, self.proposing = planner, rows, quote, seconds, proposing
+        self.levels = levels = planner._levels(rows, proposing, optimism=optimism)
+        prices = planner.prices
+        self.totals = planner._totals(levels)
+        self.full = np.minimum(np.searchsorted(prices.counts, len(rows) * planner._rows), len(prices.counts) - 1)
+        # A drafter that often has nothing to propose mostly runs a plain pass: its time is the mean of both.
+        live = proposing.mean(axis=1)
+        self.live = np.concatenate([[1.0], live[planner._curve]])
+        spare = np.maximum(prices.counts - len(rows), 0)
+        times = self.time(np.arange(len(planner.menu))[:, None], np.arange(len(prices.counts)))
+        self.whole = (len(rows) + self.totals) / times[np.arange(len(times)), self.full]
+        self.bounds = np.max((len(rows) + np.minimum(self.totals[:, None], spare)) / times, axis=1)
+
+    def time(self, index: int, places: Any) -> Any:
+        """Expected seconds of a shape with some passes."""
+        live = self.live[index]
+        return live * self.seconds[index, places] + (1 - live) * self.seconds[index, self.quote.least]
+
+    def best(self) -> tuple[Choice, tuple[int, float] | None]:
+        """The choice of the highest rate, and the next best whole shape with its rate.
+
+        Passes are worked out in the order of a bound that needs no sorting: all tokens of the shape, or as many as the
+        pass has rows for. Where the bound of the next shape is no better than what was found, the search is over.
+        """
+        order = np.argsort(-self.bounds, kind="stable").tolist()
+        found = self.choice(order[0])
+        for index in order[1:]:
+            if self.bounds[index] <= found.rate:
+                break
+            choice = self.choice(index)
+            if choice.rate > found.rate:
+                found = choice
+        others = self.whole.copy()
+        others[found.index] = 0.0
+        second = int(np.argmax(others))
+        return found, (second, float(others[second])) if others[second] > 0 else None
+
+    def choice(self, index: int, place: int | None = None) -> Choice:
+        """A shape with its best pass, or with a given one."""
+        prices, requests = self.planner.prices, len(self.rows)
+        if index == 0:
+            return Choice(0, self.quote.least, float(requests), float(self.seconds[0, self.quote.least]))
+        full = int(self.full[index])
+        if place is None or place <= self.quote.least:
+            places = np.arange(min(self.quote.least + 1, full), full + 1)
+        else:
+            places = np.array([min(place, full)])
+        times = self.time(index, places)
+        nodes = self.planner._nodes(self.planner.menu[index], self.levels)
+        tokens = allocate.expected(nodes, prices.counts[places])
+        best = int(np.argmax(tokens / times))
+        return Choice(index, int(places[best]), float(tokens[best]), float(times[best]))

@@ -1,0 +1,113 @@
+"""What a round will take: the table's price, corrected by how long such rounds really took.
+
+The correction is a factor for each shape and pass, shrunk to the factor of the pass (all shapes), which is shrunk to
+the factor of the device. It forgets, so that it follows a device that slows down, and grows less sure with time.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specjax.costmodel.tables import Table
+from specjax.draft import DraftShape
+
+MEMORY = 200.0  # rounds after which an observation counts 1/e
+NOISE = 0.05  # logarithm by which one round's time differs from the next
+ENOUGH = 30.0  # rounds of a cell beyond which older ones are dropped
+FEW = 3.0  # cells that the table's own doubt counts for
+OUTLIER = 0.7  # a round twice as long as expected says no more than this
+SHRINK = 0.5  # observations that the level above counts for
+STEPS = 8  # cached contexts to a doubling
+
+
+@dataclasses.dataclass(frozen=True)
+class Quote:
+    """Uncorrected seconds for a number of live requests and a context.
+
+    Attributes:
+        draft: of each shape, fixed costs included.
+        verify: of each pass; infinite where a pass cannot hold every root.
+        sure: logarithm by which each price may be off, `[shape, pass]`.
+        least: index of the narrowest pass that holds every root.
+    """
+
+    draft: np.ndarray
+    verify: np.ndarray
+    sure: np.ndarray
+    least: int
+
+
+class Prices:
+    """Round times of a menu.
+
+    Attributes:
+        table: the prices.
+        menu: shapes, plain among them.
+        counts: total rows of the passes, ascending.
+    """
+
+    def __init__(self, table: Table, menu: Sequence[DraftShape], counts: Sequence[int]):
+        self.table, self.menu, self.counts = table, tuple(menu), np.array(counts)
+        self._sum = np.zeros((len(self.menu), len(self.counts)))
+        self._seen = np.zeros_like(self._sum)
+        self._quotes: dict[tuple[int, int], Quote] = {}
+        self._factors: np.ndarray | None = None
+
+    def quote(self, live: int, context: float) -> Quote:
+        """Prices for `live` requests whose caches hold `context` tokens on average."""
+        step = round(STEPS * float(np.log2(max(context, 1))))
+        if (live, step) not in self._quotes:
+            context = 2.0 ** (step / STEPS)
+            least = int(np.searchsorted(self.counts, live))
+            verify = np.full(len(self.counts), np.inf)
+            verify[least:] = self.table.verify_time(live, self.counts[least:], context)
+            draft = [self.table.fixed + self.table.draft_time(shape, live, context) for shape in self.menu]
+            sure = [
+                [self.table.uncertainty(shape, live, max(count, live), context) for count in self.counts.tolist()]
+                for shape in self.menu
+            ]
+            self._quotes[live, step] = Quote(np.array(draft), verify, np.array(sure), least)
+        return self._quotes[live, step]
+
+    def seconds(self, quote: Quote) -> np.ndarray:
+        """Corrected seconds of every shape with every pass, `[shape, pass]`."""
+        return (quote.draft[:, None] + quote.verify) * self.factors()
+
+    def factors(self) -> np.ndarray:
+        """Corrections, `[shape, pass]`."""
+        if self._factors is None:
+            total, seen = self._sum.sum(axis=0), self._seen.sum(axis=0)
+            device = total.sum() / (seen.sum() + SHRINK)
+            passes = (total + SHRINK * device) / (seen + SHRINK)
+            self._factors = np.exp((self._sum + SHRINK * passes) / (self._seen + SHRINK))
+        return self._factors
+
+    def deviation(self, quote: Quote) -> np.ndarray:
+        """Logarithm by which each corrected price may still be off, `[shape, pass]`.
+
+        The table's own doubt counts as much as a few cells; what the cells that ran were off by tells the rest.
+        """
+        ran = self._seen > 0.5
+        off = float(((self._sum[ran] / self._seen[ran]) ** 2).sum())
+        doubt = np.sqrt((FEW * quote.sure**2 + off) / (FEW + ran.sum()))
+        return doubt / np.sqrt(1 + self._seen * (doubt / NOISE) ** 2)
+
+    def age(self) -> None:
+        """A round has passed."""
+        self._sum *= 1 - 1 / MEMORY
+        self._seen *= 1 - 1 / MEMORY
+        self._factors = None
+
+    def observe(self, shape: int, index: int, uncorrected: float, seconds: float) -> None:
+        """A round of a shape and a pass took `seconds` where the table says `uncorrected`."""
+        ratio = float(np.log(seconds / uncorrected))
+        if self._seen[shape, index] > 1:  # by then it is known: a pause of the machine is no news of the shape
+            known = float(np.log(self.factors()[shape, index]))
+            ratio = float(np.clip(ratio, known - OUTLIER, known + OUTLIER))
+        self._sum[shape, index] += ratio
+        self._seen[shape, index] += 1
+        keep = min(1.0, ENOUGH / self._seen[shape, index])
+        self._sum[shape, index] *= keep
+        self._seen[shape, index] *= keep
+        self._factors = None

@@ -1,0 +1,50 @@
+"""Sharing verify rows out over a batch: against every way to share them."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from specjax.costmodel import allocate
+
+
+def chances(requests, nodes, seed):
+    return np.cumprod(np.random.default_rng(seed).random((requests, nodes)), axis=1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_sharing_gains_more(seed):
+    given = chances(3, 4, seed)
+    sums = np.concatenate([np.zeros((3, 1)), np.cumsum(given, axis=1)], axis=1)
+    for rows in range(3, 16):
+        best = max(
+            3 + sum(sums[r, d] for r, d in enumerate(depths))
+            for depths in itertools.product(range(5), repeat=3)
+            if sum(depths) <= rows - 3
+        )
+        assert allocate.expected(given, [rows])[0] == pytest.approx(best)
+        budgets = allocate.budgets(given, rows)
+        assert budgets.sum() <= rows
+        assert 3 + sum(sums[r, b - 1] for r, b in enumerate(budgets)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_going_rate_and_the_ratio_choose_alike(seed):
+    """Dinkelbach: at the optimal rate the surplus is greatest, and zero, at the optimum of the ratio."""
+    given, rows = chances(4, 6, seed), [4, 8, 16, 28]
+    seconds = 1 + np.array(rows) * np.random.default_rng(seed).uniform(0.01, 0.1)
+    index, rate = allocate.best_rate(given, rows, seconds)
+    assert allocate.best_surplus(given, rows, seconds, rate) == index
+    assert allocate.expected(given, rows)[index] - rate * seconds[index] == pytest.approx(0)
+
+
+def test_nodes_without_a_chance_get_no_row():
+    given = np.array([[0.5, 0.2, 0.0], [0.0, 0.0, 0.0]])
+    assert allocate.budgets(given, 8).tolist() == [3, 1]
+    assert allocate.budgets(given, 3).tolist() == [2, 1]
+    assert allocate.budgets(np.zeros((2, 0)), 8).tolist() == [1, 1]
+
+
+def test_equal_chances_keep_trees_whole():
+    given = np.full((2, 3), 0.5)  # each child as likely as its parent
+    assert sorted(allocate.budgets(given, 4).tolist()) in ([1, 3], [2, 2])

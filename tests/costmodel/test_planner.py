@@ -1,0 +1,233 @@
+"""The planner on paper: exactly the optimum, plain under load, corrections, changes, trials and their purse."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from specjax.costmodel import menu
+from specjax.costmodel.planner import OPENING, PURSE, Planner
+from specjax.costmodel.tables import Grid, Provenance, Table
+from specjax.draft import PLAIN, DraftShape
+
+SHAPES = (
+    DraftShape.chain("ngram", 3),
+    DraftShape.chain("mtp", 1),
+    DraftShape.chain("mtp", 3),
+    DraftShape("eagle3", 2, 2, 4),
+)
+AXES = ((1, 2, 4), (1, 2, 4), (100, 1000))
+
+
+def table(seed: int = 0, *, source="measured", **fields) -> Table:
+    """Random prices that grow with everything."""
+    rng = np.random.default_rng(seed)
+
+    def grid(axes):
+        steps = rng.uniform(0.05, 1.0, [len(a) for a in axes])
+        for axis in range(len(axes)):
+            steps = np.cumsum(steps, axis=axis)
+        return Grid.of(axes, steps / steps.size, source)
+
+    drafts = {shape: grid((AXES[0], AXES[2])) for shape in SHAPES}
+    return Table(Provenance("paper", 1, "toy", "float32"), grid(AXES), drafts, 0.02, **fields)
+
+
+def planner(prices, batch=3, *, shapes=SHAPES, counts=None, **options) -> Planner:
+    counts = menu.widths(batch, 4) if counts is None else counts
+    return Planner(prices, shapes, counts, batch, **options)
+
+
+def brute_force(plan: Planner, rows: np.ndarray, context: float) -> float:
+    """The best rate over all shapes, all passes, and all prefixes of every request's nodes."""
+    quote = plan.prices.quote(len(rows), context)
+    factors = plan.prices.factors()
+    rates = plan.acceptance.rates(rows)
+    live = plan.acceptance.live(rows)
+    best = len(rows) / ((quote.draft[0] + quote.verify[quote.least]) * factors[0, quote.least])
+    for index, shape in enumerate(plan.menu[1:], 1):
+        curve, made = plan.acceptance.curve[shape], plan.acceptance.outlines[shape]
+        nodes = np.cumprod(rates[curve], axis=1)[:, made.depths - 1] * made.shares * live[curve][:, None]
+        drafting = live[curve].mean()
+        for place, count in enumerate(plan.prices.counts):
+            if count <= len(rows):
+                continue
+            spare = count - len(rows)
+            tokens = max(
+                len(rows) + sum(nodes[r, :n].sum() for r, n in enumerate(each))
+                for each in itertools.product(range(nodes.shape[1] + 1), repeat=len(rows))
+                if sum(each) <= spare
+            )
+            full = (quote.draft[index] + quote.verify[place]) * factors[index, place]
+            bare = (quote.draft[index] + quote.verify[quote.least]) * factors[index, quote.least]
+            best = max(best, tokens / (drafting * full + (1 - drafting) * bare))
+    return best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_is_the_optimum(seed):
+    plan = planner(table(seed), explore=False)
+    rng = np.random.default_rng(seed)
+    rows = np.arange(3)
+    for _ in range(10):  # requests that differ, costs that were corrected
+        shape = SHAPES[rng.integers(len(SHAPES))]
+        drafts = np.full(3, shape.rows - 1)
+        plan.acceptance.observe(shape, rows, drafts, np.minimum(rng.integers(0, 4, 3), shape.depth))
+        plan.prices.observe(plan.menu.index(shape), rng.integers(2, 4), 1.0, rng.uniform(0.7, 1.4))
+    decision = plan.decide(rows, 500.0)
+    assert decision.rate == pytest.approx(brute_force(plan, rows, 500.0))
+    assert decision.budgets.sum() <= max(decision.rows, 3)
+
+
+def test_plain_when_drafts_cost_more_than_they_bring():
+    free = table(1)
+    dear = dataclasses.replace(
+        free, draft={s: Grid.of(g.axes, g.seconds + 50, "measured") for s, g in free.draft.items()}
+    )
+    decision = planner(dear).decide(np.arange(3), 500.0)
+    assert decision.shape == PLAIN
+    assert decision.budgets.tolist() == [1, 1, 1]
+    assert decision.rate == pytest.approx(decision.plain)
+
+
+def flat(draft: float = 0.1, row: float = 0.001, *, source="measured", **fields) -> Table:
+    """Rows cost `row` each after the first second, drafting costs `draft`."""
+    verify = [[[1 + row * b * r + 1e-9 * c for c in AXES[2]] for r in AXES[1]] for b in AXES[0]]
+    drafts = {s: Grid.of((AXES[0], AXES[2]), np.full((3, 2), draft), source) for s in SHAPES}
+    return Table(Provenance("paper", 1, "toy", "float32"), Grid.of(AXES, verify, source), drafts, 1e-6, **fields)
+
+
+def play(plan, accepted, rounds, *, slower=None, batch=3, shadow=None):
+    """Rounds in which each request accepts `accepted` drafts (of those verified); returns the decisions."""
+    rows, made = np.arange(batch), []
+    for _ in range(rounds):
+        decision = plan.decide(rows, 500.0)
+        live = np.full(batch, decision.shape.rows - 1)
+        count, budgets = plan.fit(decision, rows, live, 500.0)
+        index = plan.menu.index(decision.shape)
+        quote = plan.prices.quote(batch, 500.0)
+        seconds = quote.draft[index] + quote.verify[int(np.searchsorted(plan.prices.counts, count))]
+        seconds = seconds * (slower or {}).get(decision.shape, 1.0) + plan.extra(decision, batch, 500.0)
+        drafts = budgets - 1
+        took = np.minimum(np.minimum(accepted, drafts), decision.shape.depth)
+        plan.observe(decision, rows, 500.0, seconds=seconds, count=count, drafts=drafts, accepted=took)
+        if decision.shadow is not None and shadow is not None:
+            drafts = np.full(batch, decision.shadow.rows - 1)
+            plan.shadow(decision.shadow, rows, drafts, np.full(batch, min(shadow, decision.shadow.depth)))
+        made.append(decision)
+    return made
+
+
+def test_requests_that_predict_well_get_the_rows():
+    chain = SHAPES[2]
+    plan = planner(flat(), shapes=(chain,), counts=(3, 6), explore=False)
+    for _ in range(40):
+        plan.acceptance.observe(chain, np.arange(3), np.full(3, 3), np.array([3, 0, 0]))
+    decision = plan.decide(np.arange(3), 500.0)
+    assert decision.shape == chain
+    assert decision.budgets.tolist() == [4, 1, 1]
+
+
+def test_drafts_that_are_never_accepted_end_in_plain_decoding():
+    made = play(planner(flat(0.3)), 0, 200)
+    assert all(d.shape == PLAIN for d in made[150:] if d.reason != "trial")
+    assert sum(d.shape == PLAIN for d in made[100:]) >= 90
+
+
+def test_a_slow_shape_is_left_and_a_good_one_kept():
+    plan = planner(flat())
+    first = play(plan, 3, 20)[-1].shape
+    assert first.depth == 3
+    made = play(plan, 3, 60, slower={first: 4.0})
+    assert sum(d.shape == first for d in made[40:]) < 5
+
+
+def test_prices_converge_to_what_rounds_take():
+    plan = planner(flat(), explore=False)
+    made = play(plan, 3, 60, slower=dict.fromkeys((PLAIN, *SHAPES), 1.3))
+    assert made[-1].seconds == pytest.approx(1.3 * made[0].seconds, rel=0.02)
+    assert plan.report()["time_error_median"] < 0.03
+
+
+def test_one_pause_of_the_machine_changes_nothing():
+    plan = planner(flat(), explore=False)
+    chosen = play(plan, 3, 30)[-1].shape
+    play(plan, 3, 1, slower=dict.fromkeys((PLAIN, *SHAPES), 50.0))
+    assert play(plan, 3, 1)[0].shape == chosen
+
+
+def test_a_change_waits_until_it_pays():
+    """With a switch that costs ten rounds, small gains do not make the planner move at once; free ones do."""
+
+    def changed(switch):
+        plan = planner(flat(switch=switch), explore=False)
+        plan.current = SHAPES[1]
+        made = play(plan, 3, 60)
+        assert made[-1].shape.depth == 3
+        return next(i for i, d in enumerate(made) if d.shape != SHAPES[1])
+
+    assert changed(0.0) == 0
+    assert 5 < changed(10.0) < 60
+    assert planner(flat(switch=1e6), explore=False).decide(np.arange(3), 500.0).reason == "stay"
+
+
+def test_a_drafter_that_was_off_pays_its_way_back():
+    prices = flat(catch_up={"mtp": (1.0, 0.5), "eagle3": (1.0, 0.5)})
+    plan = planner(prices, explore=False, ring=4)
+    plan.current = PLAIN
+    plan._missed["mtp"] = 100.0
+    decision = dataclasses.replace(plan.decide(np.arange(3), 500.0), shape=SHAPES[2], shadow=None)
+    assert plan.extra(decision, 3, 500.0) == pytest.approx(1 + 0.5 * 100)
+    play(plan, 0, 20)
+    assert plan._missed["mtp"] <= 4 * 3  # no more than the ring holds of each request
+
+
+def test_trials_cost_no_more_than_the_purse():
+    careful = planner(flat(0.4, source="roofline"))
+    made = play(careful, 0, 400)
+    total = sum(d.seconds for d in made)
+    assert careful.spent <= OPENING * 1.1 + PURSE * total * 1.1
+    assert any(d.reason == "trial" or d.shadow is not None for d in made)
+    assert not any(d.reason == "trial" or d.shadow for d in play(planner(flat(0.4), explore=False), 0, 50))
+
+
+def test_shadow_drafts_bring_a_drafter_back():
+    """Drafts fail for long, then would be accepted: plain rounds do not tell, their shadows do."""
+    plan = planner(flat(0.1, 0.1))
+    play(plan, 0, 150)
+    assert plan.current == PLAIN
+    made = play(plan, 3, 900, shadow=3)
+    assert any(d.shadow is not None for d in made)
+    assert made[-1].shape != PLAIN
+    assert made[-1].rate > 1.5 * made[-1].plain
+
+
+def test_behind_plain_only_sure_gains_are_taken():
+    plan = planner(flat(0.3, source="roofline"))
+    plan._ahead = -5.0
+    decision = plan.decide(np.arange(3), 500.0)
+    assert decision.reason in ("sure", "trial")
+    assert decision.shape == PLAIN or decision.rate > decision.plain
+
+
+def test_report_tells_every_switch():
+    plan = planner(flat())
+    play(plan, 3, 40)
+    report = plan.report()
+    assert report["rounds"] == 40
+    assert report["switches"][0]["from"]["kind"] == "none"
+    assert report["switches"][-1]["to"] == report["shape"]
+    assert set(report["calibration_error"]) == {"ngram", "mtp", "eagle3"}
+
+
+def test_fit_runs_a_plain_pass_when_nothing_was_proposed():
+    plan = planner(flat(), explore=False)
+    decision = plan.decide(np.arange(3), 500.0)
+    assert decision.shape.depth
+    count, budgets = plan.fit(decision, np.arange(3), np.zeros(3, int), 500.0)
+    assert count == 3
+    assert budgets.tolist() == [1, 1, 1]
+    _, budgets = plan.fit(decision, np.arange(3), np.array([2, 0, 0]), 500.0)
+    assert budgets.tolist()[1:] == [1, 1]
+    assert budgets[0] <= 3
