@@ -131,6 +131,22 @@ def tree(
     return Draft(tokens=tokens, parents=parents, depths=depths, ancestors=ancestors, lengths=lengths, q=q)
 
 
+def widen(draft: Draft, rows: int) -> Draft:
+    """The same trees in buffers of `rows` nodes; drafts without `q` only."""
+    more = rows - draft.tokens.shape[1]
+
+    def pad(x: Array, by: int, value: int = 0) -> Array:
+        return jnp.pad(x, [(0, 0), (0, more)] + [(0, by)] * (x.ndim - 2), constant_values=value)
+
+    return Draft(
+        tokens=pad(draft.tokens, 0),
+        parents=pad(draft.parents, 0),
+        depths=pad(draft.depths, 0),
+        ancestors=pad(draft.ancestors, words(rows) - draft.ancestors.shape[-1]),
+        lengths=draft.lengths,
+    )
+
+
 def ancestor_matrix(ancestors: Int[Array, "*batch n w"]) -> Array:
     """Bit words as booleans: `[..., i, j]` is true where node `j` is node `i` or one of its ancestors."""
     nodes = jnp.arange(ancestors.shape[-2])

@@ -131,10 +131,58 @@ def test_hybrid_drafts_are_deterministic(tmp_path):
         config.load(write(tmp_path, "draft_sampling: sampled\ndrafter: {kind: hybrid, model: mtp}"))
 
 
+def test_a_set_of_drafters(tmp_path):
+    """Its members are written as `drafter` itself is; alone it is prompt lookup, or plain decoding where that pays."""
+    assert [one.kind for one in config.load(None, ["drafter=auto"]).drafter.of] == ["ngram"]
+    text = "drafter: {kind: auto, of: [suffix, ./head, {kind: mtp, num_speculative_tokens: 2}], table: x.json}"
+    chosen = config.load(write(tmp_path, text)).drafter
+    assert [one.kind for one in chosen.of] == ["suffix", "draft_model", "mtp"]
+    assert (chosen.of[1].model, chosen.of[2].num_speculative_tokens) == ("./head", 2)
+    assert (chosen.num_speculative_tokens, chosen.table) == (5, "x.json")
+    assert config.load(None, ["drafter=auto", "drafter.of=suffix"]).drafter.of[0].kind == "suffix"
+    quiet = config.without_probe(chosen)
+    assert [getattr(one, "probe", None) for one in quiet.of] == [None, False, False]
+    assert config.without_probe(config.load(None, ["drafter=auto"]).drafter) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{kind: auto, of: []}", "'of' names no drafter"),
+        ("{kind: auto, of: [ngram, ngram]}", "ngram is there more than once"),
+        ("{kind: auto, of: [ngrams]}", "unknown drafter 'ngrams'; did you mean 'ngram'"),
+        ("{kind: auto, of: [none]}", "unknown drafter 'none'"),
+        (
+            "{kind: auto, of: [{kind: ngram, prompt_lookup_mn: 2}]}",
+            "unknown key 'drafter.of.0.prompt_lookup_mn'; did you mean 'prompt_lookup_min'",
+        ),
+        ("{kind: auto, oof: [ngram]}", "unknown key 'drafter.oof'; did you mean 'of'"),
+    ],
+)
+def test_a_set_of_drafters_is_read_strictly(text, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        config.load(write(tmp_path, f"drafter: {text}"))
+
+
 def test_learned_drafters_may_sample(tmp_path):
     text = "draft_sampling: sampled\ndrafter: {kind: dspark, model: x, calibration: [1.0, 2.0]}\n"
     assert config.load(write(tmp_path, text)).drafter.calibration == (1.0, 2.0)
     assert config.load(None, ["drafter.kind=mtp"]).drafter.model is None
+
+
+def test_an_override_is_not_blamed_on_the_file(tmp_path):
+    path = write(tmp_path, "drafter:\n  kind: ngram\n  num_speculative_tokens: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load(path, ["drafter.num_speculative_tokens=0"])
+    assert "got 0" in str(caught.value)
+    assert "line" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "suffix", "mtp", "eagle3", "dflash"])
+def test_no_more_drafts_than_kernels_take(kind):
+    model = [] if kind in ("ngram", "suffix") else ["drafter.model=x"]
+    with pytest.raises(ConfigError, match="less than or equal to 127"):
+        config.load(None, [f"drafter={kind}", *model, "drafter.num_speculative_tokens=128"])
 
 
 def test_frozen():
@@ -246,7 +294,7 @@ def test_speculative_config_of_learned_drafters(method, kind, options):
     [
         ('{"method": "ngram", "prompt_lookup_mx": 3}', "'prompt_lookup_mx' for method 'ngram'; did you mean"),
         ('{"method": "ngrams"}', "unknown method 'ngrams'; did you mean 'ngram'"),
-        ('{"num_speculative_tokens": 3}', "unknown method None"),
+        ('{"num_speculative_tokens": 3}', "needs a 'method' .ngram, .*or the 'model'"),
         ('{"method": "ngram", "num_speculative_tokens": "3"}', "valid integer"),
         ("[1]", "must be a JSON object"),
         ("{", "is not JSON"),

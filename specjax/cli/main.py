@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from specjax import __version__
-from specjax.cli import aot, bench, convert, demo, doctor, generate, train
+from specjax.cli import aot, bench, calibrate, convert, demo, doctor, generate, plan, train
 
 HELP = """Speculative decoding in JAX and Pallas.
 
@@ -26,6 +26,8 @@ COMMANDS = {
     "generate": (generate.Generate, generate.HELP),
     "demo": (demo.Demo, demo.HELP),
     "bench": (bench.Bench, bench.HELP),
+    "calibrate": (calibrate.Calibrate, calibrate.HELP),
+    "plan": (plan.PlanCommand, plan.HELP),
     "convert": (convert.Convert, convert.HELP),
     "doctor": (doctor.Doctor, doctor.HELP),
     "aot": (aot.Aot, aot.HELP),
@@ -68,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
         if command.debug:

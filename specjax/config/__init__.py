@@ -7,6 +7,7 @@ are listed at once, each with its line and, for an unknown key, with the nearest
 from specjax.config.drafters import (
     DRAFTER_KINDS,
     AnyDrafter,
+    AutoConfig,
     ConfigError,
     DFlashConfig,
     DrafterConfig,
@@ -29,6 +30,7 @@ from specjax.config.speculative import from_speculative_config
 __all__ = [
     "DRAFTER_KINDS",
     "AnyDrafter",
+    "AutoConfig",
     "ConfigError",
     "DFlashConfig",
     "DSparkConfig",

@@ -5,6 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+MOST_DRAFTS = 127  # with the root, the 128 verify rows of a request that kernels are made for
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be honoured; the message lists every fault."""
@@ -35,7 +37,7 @@ class NgramConfig(DrafterConfig):
     """Prompt lookup: what followed the last `prompt_lookup_max` (down to `_min`) tokens when they last occurred."""
 
     kind: Literal["ngram"] = "ngram"
-    num_speculative_tokens: int = Field(default=5, ge=1)
+    num_speculative_tokens: int = Field(default=5, ge=1, le=MOST_DRAFTS)
     prompt_lookup_min: int = Field(default=2, ge=1)
     prompt_lookup_max: int = Field(default=5, ge=1)
 
@@ -54,7 +56,7 @@ class SuffixConfig(DrafterConfig):
     """
 
     kind: Literal["suffix"] = "suffix"
-    num_speculative_tokens: int = Field(default=5, ge=1)
+    num_speculative_tokens: int = Field(default=5, ge=1, le=MOST_DRAFTS)
     max_depth: int = Field(default=24, ge=1)
     max_spec_factor: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     max_spec_offset: float = Field(default=0.0, allow_inf_nan=False)
@@ -73,7 +75,7 @@ class DraftModelConfig(DrafterConfig):
     kind: Literal["draft_model"] = "draft_model"
     samples: ClassVar[bool] = True
     model: str
-    num_speculative_tokens: int = Field(default=4, ge=1)
+    num_speculative_tokens: int = Field(default=4, ge=1, le=MOST_DRAFTS)
     probe: bool | None = None
 
 
@@ -104,16 +106,16 @@ class Eagle3Config(LearnedConfig):
     """EAGLE-3: trees of `topk` children a node, or chains (`topk: 1`), at most `rows` verify rows with the root."""
 
     kind: Literal["eagle3"] = "eagle3"
-    num_speculative_tokens: int = Field(default=5, ge=1)
+    num_speculative_tokens: int = Field(default=5, ge=1, le=MOST_DRAFTS)
     topk: int = Field(default=4, ge=1)
-    rows: int | None = Field(default=None, ge=2)
+    rows: int | None = Field(default=None, ge=2, le=MOST_DRAFTS + 1)
 
 
 class PEagleConfig(LearnedConfig):
     """P-EAGLE: a chain from one pass; as many drafts as it was trained for unless fewer are asked for."""
 
     kind: Literal["peagle"] = "peagle"
-    num_speculative_tokens: int | None = Field(default=None, ge=1)
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=MOST_DRAFTS)
 
 
 class MTPConfig(LearnedConfig):
@@ -121,9 +123,9 @@ class MTPConfig(LearnedConfig):
 
     kind: Literal["mtp"] = "mtp"
     model: str | None = None  # type: ignore[assignment]
-    num_speculative_tokens: int = Field(default=3, ge=1)
+    num_speculative_tokens: int = Field(default=3, ge=1, le=MOST_DRAFTS)
     topk: int = Field(default=1, ge=1)
-    rows: int | None = Field(default=None, ge=2)
+    rows: int | None = Field(default=None, ge=2, le=MOST_DRAFTS + 1)
 
 
 class BlockConfig(LearnedConfig):
@@ -131,9 +133,9 @@ class BlockConfig(LearnedConfig):
     drafts.
     """
 
-    num_speculative_tokens: int | None = Field(default=None, ge=1)
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=MOST_DRAFTS)
     tree: Literal["none", "ddtree"] = "none"
-    tree_budget: int | None = Field(default=None, ge=1)
+    tree_budget: int | None = Field(default=None, ge=1, le=MOST_DRAFTS)
 
 
 class DFlashConfig(BlockConfig):
@@ -180,7 +182,7 @@ class HybridConfig(DrafterConfig):
     kind: Literal["hybrid"] = "hybrid"
     model: Annotated[DraftModelConfig | _Learned, Field(discriminator="kind")]
     lookup: Annotated[GraftedNgramConfig | SuffixConfig, Field(discriminator="kind")] = GraftedNgramConfig()
-    rows: int | None = Field(default=None, ge=2)
+    rows: int | None = Field(default=None, ge=2, le=MOST_DRAFTS + 1)
 
     @field_validator("model", "lookup", mode="before")
     @classmethod
@@ -194,8 +196,46 @@ class HybridConfig(DrafterConfig):
         return max(drafts or 0, self.lookup.num_speculative_tokens)
 
 
-# A new drafter: its options above, and its name in this line.
-AnyDrafter = NoDrafter | NgramConfig | SuffixConfig | DraftModelConfig | _Learned | HybridConfig
+_Member = NgramConfig | SuffixConfig | DraftModelConfig | _Learned | HybridConfig
+
+
+class AutoConfig(DrafterConfig):
+    """A set of drafters, of which every round uses the one that promises the most tokens per second, or none.
+
+    `of` are sections, kinds or paths, as `drafter` itself. What a round costs is read from a latency table: `table`
+    names its file; None takes the one that was measured on this device (`specjax calibrate`), else the one that comes
+    with specjax, else an estimate from the device's data sheet.
+    """
+
+    kind: Literal["auto"] = "auto"
+    of: Annotated[tuple[Annotated[_Member, Field(discriminator="kind")], ...], Field(strict=False)] = (NgramConfig(),)
+    table: str | None = None
+
+    @field_validator("of", mode="before")
+    @classmethod
+    def _bare(cls, value: Any) -> Any:
+        each = [value] if isinstance(value, str) else value
+        if not isinstance(each, list | tuple):
+            return value
+        return [bare_section(one) if isinstance(one, str) else one for one in each]
+
+    @model_validator(mode="after")
+    def _different(self):
+        kinds = [one.kind for one in self.of]
+        if not kinds:
+            raise ValueError("'of' names no drafter; plain decoding alone is drafter 'none'")
+        if twice := sorted({kind for kind in kinds if kinds.count(kind) > 1}):
+            raise ValueError(f"a set holds one drafter of a kind, but {', '.join(twice)} is there more than once")
+        return self
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Drafts on the longest path, as far as the configuration says."""
+        return max(one.num_speculative_tokens or 0 for one in self.of)
+
+
+# A new drafter: its options above, and its name in this line and in `_Member`.
+AnyDrafter = NoDrafter | _Member | AutoConfig
 
 
 def by_kind(choices: Any) -> dict[str, type[DrafterConfig]]:
@@ -221,6 +261,10 @@ def without_probe(chosen: DrafterConfig) -> DrafterConfig | None:
     """The section with its drafter's wiring taken as declared; None where there is no wiring to check."""
     if isinstance(chosen, HybridConfig):
         return chosen.model_copy(update={"model": without_probe(chosen.model)})
+    if isinstance(chosen, AutoConfig):
+        found = [without_probe(one) for one in chosen.of]
+        of = tuple(new or old for new, old in zip(found, chosen.of, strict=True))
+        return chosen.model_copy(update={"of": of}) if any(found) else None
     if isinstance(chosen, LearnedConfig | DraftModelConfig):
         return chosen.model_copy(update={"probe": False})
     return None

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -116,6 +116,8 @@ def load(path: str | Path | None, overrides: Iterable[str] = ()) -> RunConfig:
     values, lines, source = ({}, {}, "") if path is None else (*_read(Path(path)), str(path))
     for override in overrides:
         _override(values, override)
+        key = override.partition("=")[0].strip()
+        lines = {name: line for name, line in lines.items() if name != key and not name.startswith(f"{key}.")}
     return make(values, lines=lines, source=source)
 
 
@@ -179,8 +181,9 @@ def _fault(error: Any, lines: Mapping[str, int]) -> str:
         return f"{place}unknown key '{key}'{nearest(path[-1], fields, 'keys')}"
     if error["type"] == "union_tag_invalid":
         kind = error["ctx"]["tag"]
-        path_too = ", or the path of a drafter" if "draft_model" in kinds else ""
-        return f"{place}unknown {path[-1]} {kind!r}{nearest(str(kind), kinds, 'kinds')}{path_too}"
+        path_too = " (or give the path of a drafter)" if "draft_model" in kinds else ""
+        what = "drafter" if path[-1].isdigit() else path[-1]
+        return f"{place}unknown {what} {kind!r}{nearest(str(kind), kinds, 'kinds')}{path_too}"
     if error["type"] == "union_tag_not_found":
         return f"{place}'{key}' needs a 'kind': {', '.join(kinds)}"
     if error["type"] == "missing":
@@ -201,6 +204,11 @@ def _place(steps: list[str]) -> tuple[list[str], Iterable[str], Iterable[str]]:
         path.append(steps.pop(0))
         field = fields.get(path[-1])
         kinds = by_kind(field.annotation) if field is not None and field.discriminator else {}
+        if (
+            field is not None and steps and steps[0].isdigit()
+        ):  # a tuple of sections: `tuple[Annotated[union, ...], ...]`
+            path.append(steps.pop(0))
+            kinds = by_kind(get_args(get_args(field.annotation)[0])[0])
         if steps and kinds:
             fields = kinds[steps.pop(0)].model_fields
     return path, fields, kinds

@@ -46,7 +46,10 @@ def from_speculative_config(text: str) -> DrafterConfig:
         raise ConfigError(f"the speculative config is not JSON: {error}") from None
     if not isinstance(given, dict):
         raise ConfigError(f"the speculative config must be a JSON object, got {text!r}")
-    method = given.pop("method", "draft_model" if "model" in given else None)
+    if "method" not in given and "model" not in given:
+        known = ", ".join(_SPECULATIVE_KEYS)
+        raise ConfigError(f"the speculative config needs a 'method' ({known}), or the 'model' of a drafter")
+    method = given.pop("method", "draft_model")
     if method not in _SPECULATIVE_KEYS:
         raise ConfigError(f"unknown method {method!r}{nearest(str(method), _SPECULATIVE_KEYS, 'methods')}")
     names = _SPECULATIVE_KEYS[method]

@@ -277,7 +277,7 @@ class Table:
         lines = [f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in fields.items()]
         text = "{\n" + ",\n".join([*lines, f'"draft":[\n{drafts}\n]']) + "\n}\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(path) as part:
+        with replacing(path) as part:
             part.write_text(text, encoding="utf-8")
 
     @classmethod
@@ -294,7 +294,8 @@ class Table:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Generator[Path]:
+def replacing(path: Path) -> Generator[Path]:
+    """A file to write that takes the place of `path` at the end: it appears whole or not at all."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     part = Path(name)

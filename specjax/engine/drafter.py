@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from specjax import config as configs
-from specjax.config import DrafterConfig, DraftModelConfig, HybridConfig, LearnedConfig, RunConfig
+from specjax.config import AutoConfig, DrafterConfig, DraftModelConfig, HybridConfig, LearnedConfig, RunConfig
 from specjax.drafters import learned, registry
 from specjax.drafters.config import BLOCK
+from specjax.drafters.drafter_set import DrafterSet, menu_of
 from specjax.drafters.formats import mtp
 from specjax.drafters.formats.detect import detect
 from specjax.drafters.formats.files import open_folder
@@ -45,6 +46,11 @@ def _recognised(chosen: DrafterConfig, target: str) -> DrafterConfig:
         model = _recognised(chosen.model, target)
         fields = {name: getattr(chosen, name) for name in chosen.model_fields_set}
         return chosen if model is chosen.model else HybridConfig(**(fields | {"model": model}))
+    if isinstance(chosen, AutoConfig):
+        of = tuple(_recognised(one, target) for one in chosen.of)
+        fields = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+        same = all(new is old for new, old in zip(of, chosen.of, strict=True))
+        return chosen if same else AutoConfig(**(fields | {"of": of}))
     if not isinstance(chosen, DraftModelConfig):
         return chosen
     folder = Path(chosen.model).expanduser()
@@ -92,6 +98,15 @@ def make_drafter(
         drafters = {name: drafter for name, (drafter, _) in parts.items()}
         hybrid = registry.create(chosen.kind, drafters | {"rows": chosen.rows})
         return hybrid, {name: params for name, (_, params) in parts.items()}
+    if isinstance(chosen, AutoConfig):
+        each = [
+            make_drafter(config.model_copy(update={"drafter": one}), target, target_params, tokenizer, dtype, note)
+            for one in chosen.of
+        ]
+        members = tuple(drafter for drafter, _ in each)
+        width, held = target.config.hidden_size, str(held_dtype(dtype))
+        drafters = DrafterSet(members, menu_of(members), width, held)
+        return drafters, tuple(params for _, params in each)
     sampled = config.draft_sampling == "sampled"
     options = chosen.model_dump(exclude={"kind"})
     if isinstance(chosen, LearnedConfig):

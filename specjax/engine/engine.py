@@ -9,7 +9,7 @@ The low level is `submit` and `step`; `generate` and `stream` are loops over the
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,14 @@ import numpy as np
 
 from specjax import sampling
 from specjax.config import RunConfig
+from specjax.costmodel.planner import Planner
+from specjax.costmodel.tables import Table
 from specjax.draft import PLAIN
 from specjax.drafters.base import Drafter, Features
+from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine import state as device
 from specjax.engine.accept import resolve_rule
+from specjax.engine.pilot import Pilot
 from specjax.engine.prefill import Insertion
 from specjax.engine.programs import Programs
 from specjax.engine.request import Chunk, Request, Result, Timing, TokenLogprob
@@ -44,6 +48,8 @@ Prompt = str | Sequence[int] | Sequence[dict]
 class Engine:
     """Decodes requests with speculation. Make one with `Engine.load`, or from parts in tests and tools.
 
+    One thread at a time: the state on the device is given away with every call.
+
     Args:
         target: the target's pure functions.
         params: its weights.
@@ -51,6 +57,7 @@ class Engine:
         drafter: the drafter, or None for plain decoding.
         drafter_params: its weights.
         config: batch, context, accept rule and so on; `target`, `drafter` and `dtype` of it describe what was loaded.
+        table: what rounds cost; the planner of a `DrafterSet` decides by it.
         progress: called with `(program, done, total)` while programs are compiled.
 
     Raises:
@@ -66,6 +73,7 @@ class Engine:
         drafter: Drafter | None = None,
         drafter_params: Any = (),
         config: RunConfig | None = None,
+        table: Table | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ):
         config = config or RunConfig()
@@ -96,8 +104,10 @@ class Engine:
         self._mail: dict[int, deque[tuple[int, Chunk]]] = {}
         self._submitted = 0
         self._live: np.ndarray | None = None
+        self._table = table
+        self.pilot = self._make_pilot()
         if config.warmup:
-            self.warmup_s = self.programs.warm(self.params, self._nothing(), progress or (lambda *_: None))
+            self.warmup_s = self.programs.warm(self.params, self.idle_insertion(), progress or (lambda *_: None))
         self._state: State = self.programs.initial()
 
     @classmethod
@@ -127,14 +137,23 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Prompt ids: messages and plain text go through the chat template, `raw` text and ids do not."""
-        if not isinstance(prompt, str) and all(isinstance(token, int | np.integer) for token in prompt):
+        if not isinstance(prompt, str | Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
+            raise ValueError(f"a prompt is text, a list of messages or token ids, got {type(prompt).__name__}")
+        if not isinstance(prompt, str) and all(_is_id(token) for token in prompt):
             return [int(token) for token in prompt]
         if self.tokenizer is None:
             raise ValueError("this engine has no tokenizer: give prompts as token ids")
-        if isinstance(prompt, str) and raw:
-            return self.tokenizer.encode(prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        return self.tokenizer.encode_chat(messages)
+        if isinstance(prompt, str):
+            if not prompt:
+                raise ValueError("the prompt is empty")
+            if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+                raise ValueError("the prompt is not valid Unicode: it holds half of a surrogate pair")
+            if raw:
+                return self.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        if not all(isinstance(message, Mapping) for message in prompt):
+            raise ValueError("a prompt is text, a list of messages or token ids; this list holds something else")
+        return self.tokenizer.encode_chat(prompt)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> int:
         """Queue a request; returns its id.
@@ -164,10 +183,17 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[tuple[int, Chunk]]:
-        """Start what can start, then run one round; returns `(request id, chunk)` of everything that came out."""
+        """Start what can start, then run one round; returns `(request id, chunk)` of everything that came out.
+
+        Where `device_rounds` are configured, so many of them.
+        """
+        if self.config.device_rounds > 1:
+            return self.run()
         events = self._admit()
         if not self.scheduler.running:
             return self._deliver(events)
+        if self.pilot is not None:
+            return self._deliver(events + self._piloted(self.pilot))
         live = self._draft() if self._live is None else self._live
         self._state, emitted = self.programs.verify(self.programs.fit(live), self.params, self._state)
         if self.drafter is not None:
@@ -185,6 +211,8 @@ class Engine:
         Warm-up compiles this for `device_rounds` of the configuration, the default here; another number compiles when
         it is first asked for.
         """
+        if self.pilot is not None:
+            raise ValueError("a set of drafters is chosen from by the host, between rounds: use step")
         rounds = self.config.device_rounds if rounds is None else rounds
         events = self._admit()
         if not self.scheduler.running:
@@ -215,15 +243,29 @@ class Engine:
         """
         single = _is_single(prompts)
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
-        each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
-        if len(each) != len(batch):
-            raise ValueError(f"{len(batch)} prompts but {len(each)} sampling parameters")
-        # All are checked before the first is queued.
-        requests = [self._request(prompt, p, raw) for prompt, p in zip(batch, each, strict=True)]
-        ids = [self._enqueue(request) for request in requests]
-        results = {index: chunk.result for index, chunk in self._chunks(ids) if chunk.result is not None}
-        found = [results[index] for index in ids]
+        found = list(self.results(batch, params, raw=raw))
         return found[0] if single else found
+
+    def results(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+    ) -> Iterator[Result]:
+        """As `generate` of a list, but each result comes as soon as it and all before it are there."""
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
+        # All are checked before the first is queued.
+        requests = [self._request(prompt, p, raw) for prompt, p in zip(prompts, each, strict=True)]
+        waiting = deque(self._enqueue(request) for request in requests)
+        done: dict[int, Result] = {}
+        for index, chunk in self._chunks(list(waiting)):
+            if chunk.result is not None:
+                done[index] = chunk.result
+            while waiting and waiting[0] in done:
+                yield done.pop(waiting.popleft())
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> Iterator[Chunk]:
         """Decode one prompt, yielding text as it is certain; the last chunk carries the `Result`."""
@@ -231,7 +273,9 @@ class Engine:
             yield chunk
 
     def reset(self) -> None:
-        """Forget everything that requests have left behind (drafters' memories, request numbers); nothing is compiled.
+        """Forget what requests have left behind (drafters' memories, request numbers, the planner's experience).
+
+        Nothing is compiled.
 
         Raises:
             RuntimeError: requests are waiting or running.
@@ -239,6 +283,7 @@ class Engine:
         if self.busy:
             raise RuntimeError("reset with requests waiting or running would lose them; finish them first")
         self._state, self._live, self._submitted = self.programs.initial(), None, 0
+        self.pilot = self._make_pilot()
 
     def describe(self) -> dict:
         """What this engine is made of."""
@@ -273,7 +318,8 @@ class Engine:
         if len(ids) >= self.config.context:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and context is {self.config.context}: "
-                f"shorten it, or set context to at least {len(ids) + params.max_tokens}"
+                f"shorten it, or set context to at least {len(ids) + params.max_tokens} "
+                f"(this target takes up to {self.target.config.max_position_embeddings})"
             )
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer; use stop_token_ids")
@@ -295,7 +341,7 @@ class Engine:
         try:
             while open_requests:
                 while not mail:
-                    self.step() if self.config.device_rounds == 1 else self.run()
+                    self.step()
                 index, chunk = mail.popleft()
                 if chunk.result is not None:
                     open_requests.remove(index)
@@ -305,6 +351,25 @@ class Engine:
                 del self._mail[index]
             for index in open_requests:  # nobody will read the rest
                 self.abort(index)
+
+    def _make_pilot(self) -> Pilot | None:
+        if not isinstance(self.drafter, DrafterSet):
+            return None
+        if self._table is None:
+            raise ValueError("a set of drafters needs a latency table to choose by; Engine.load finds one")
+        if self.config.device_rounds > 1:
+            raise ValueError("device_rounds must be 1 with a set of drafters: the host chooses between rounds")
+        counts = sorted({width.count for width in self.programs.widths})
+        planner = Planner(self._table, self.drafter.menu, counts, self.config.batch)
+        return Pilot(planner, self.drafter, self.programs)
+
+    def _piloted(self, pilot: Pilot) -> list[tuple[int, Chunk]]:
+        """A round in the shape that the planner has chosen."""
+        rows = np.array(sorted(self.scheduler.running))
+        requests = self.scheduler.running.values()
+        context = float(np.mean([len(request.prompt) + len(request.token_ids) for request in requests]))
+        self._state, emitted, verified = pilot.round(self.params, self._state, rows, context)
+        return self._collect(emitted, verified)
 
     def _deliver(self, events: list[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
         """Put the chunks that a `generate` or `stream` waits for into its mail, whoever ran the round; all of them."""
@@ -336,6 +401,8 @@ class Engine:
             emitted = None
             for start, size in self.programs.chunks(len(request.prompt)):
                 self._state, emitted = self.programs.prefill(self.params, self._state, row, start, size)
+            if self.pilot is not None:
+                self.pilot.admitted(row, request.params.temperature)
             events += self._take(row, jax.device_get(emitted), 0, drafted=None)
             self._live = None
         return events
@@ -398,6 +465,8 @@ class Engine:
         self._state = self.programs.release(self._state, row, kept)
         if self._live is not None:
             self._live[row] = 0
+        if self.pilot is not None:
+            self.pilot.released(row)
         return request
 
     def _limit(self, request: Request) -> int:
@@ -435,9 +504,12 @@ class Engine:
             pages=pages,
         )
 
-    def _nothing(self) -> Insertion:
-        """An insertion for warm-up: shapes and dtypes of a real one."""
-        pages = None if self.config.page_size is None else np.zeros((self._row_pages,), np.int32)
+    def idle_insertion(self, row: int | None = None) -> Insertion:
+        """Shapes and dtypes of a real insertion, for warm-up and measurements; with pages of its own for a `row`."""
+        pages = None
+        if self.config.page_size is not None:
+            own = np.arange(self._row_pages, dtype=np.int32) + 1
+            pages = np.zeros_like(own) if row is None else own + row * self._row_pages
         return self._insertion(Request(prompt=[0], params=SamplingParams(seed=0), index=0), 1, pages)
 
     def _text_stream(self, params: SamplingParams) -> TextStream:
@@ -457,13 +529,14 @@ class Engine:
         table, pages = None, batch
         if config.page_size is not None:
             table, pages = jnp.zeros((batch, self._row_pages), jnp.int32), 1 + batch * self._row_pages
-        features = None
-        if stage.drafter is not None and (stage.taps or stage.drafter.wants_hidden):
+        features = None  # a set of drafters keeps them itself
+        hidden = stage.drafter is not None and stage.drafter.wants_hidden
+        if (stage.taps or hidden) and not isinstance(stage.drafter, DrafterSet):
             steps, width = stage.shape.depth + 1, self.target.config.hidden_size
             features = Features(
                 positions=jnp.zeros((batch, steps), jnp.int32),
                 count=jnp.zeros((batch,), jnp.int32),
-                hidden=jnp.zeros((batch, steps, width), dtype) if stage.drafter.wants_hidden else None,
+                hidden=jnp.zeros((batch, steps, width), dtype) if hidden else None,
                 taps=jnp.zeros((batch, steps, len(stage.taps) * width), dtype) if stage.taps else None,
             )
         rows, vocab = stage.shape.rows, self.target.config.vocab_size
@@ -497,7 +570,13 @@ def _is_single(prompts: Any) -> bool:
     """Whether this is one prompt: text, ids, or messages."""
     if isinstance(prompts, str):
         return True
-    return len(prompts) > 0 and isinstance(prompts[0], int | np.integer | dict)
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes | bytearray):
+        return True  # and refused by what reads it
+    return len(prompts) > 0 and (_is_id(prompts[0]) or isinstance(prompts[0], Mapping))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _logprobs(emitted: Emitted, index: int, tokens: list[int], top: int) -> list[TokenLogprob]:

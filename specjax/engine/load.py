@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -10,9 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specjax import config as configs
 from specjax.config import DrafterConfig, RunConfig
+from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.compilation import use_cache
 from specjax.engine.drafter import make_drafter, recognised
 from specjax.engine.precision import hold, value_dtype
+from specjax.engine.pricing import find_table
 from specjax.targets import decoder, fused
 from specjax.targets.config import DecoderConfig
 from specjax.weights.load import load_checkpoint
@@ -30,7 +33,9 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
     params = hold(params, dtype)
     if config.decode_step == "fused":
         target, params = fused.fuse(target, params, int8=config.quantization == "int8")
-    drafter, drafter_params = make_drafter(config, target, params, checkpoint.tokenizer, dtype, _noting(quiet))
+    note = _noting(quiet)
+    drafter, drafter_params = make_drafter(config, target, params, checkpoint.tokenizer, dtype, note)
+    table = find_table(config, target.config, dtype, drafter, note) if isinstance(drafter, DrafterSet) else None
     with _compiling(quiet) as progress:
         return engine(
             target,
@@ -39,17 +44,29 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
             drafter=drafter,
             drafter_params=drafter_params,
             config=config,
+            table=table,
             progress=progress,
         )
 
 
 def with_drafter(engine, drafter: Any, *, quiet: bool, overrides: Mapping[str, Any]):
     """`Engine.with_drafter`."""
+    own = {name: getattr(engine.config, name) for name in ("target", "dtype")}
+    fixed = [name for name, value in own.items() if overrides.get(name, value) != value]
+    if fixed:
+        raise configs.ConfigError(
+            f"with_drafter shares the weights that are there, so {' and '.join(fixed)} cannot change: use Engine.load"
+        )
     chosen = drafter if isinstance(drafter, DrafterConfig) else configs.drafter(drafter)
     config = recognised(_with_overrides(engine.config, {"drafter": chosen, **overrides}))
     dtype = value_dtype(config.dtype)
     target, params = engine.target, engine.params["target"]
-    made, drafter_params = make_drafter(config, target, params, engine.tokenizer, dtype, _noting(quiet))
+    most = target.config.max_position_embeddings
+    if config.context > most:
+        raise configs.ConfigError(f"context is {config.context}, but the target was loaded for {most} positions")
+    note = _noting(quiet)
+    made, drafter_params = make_drafter(config, target, params, engine.tokenizer, dtype, note)
+    table = find_table(config, target.config, dtype, made, note) if isinstance(made, DrafterSet) else None
     with _compiling(quiet) as progress:
         return type(engine)(
             target,
@@ -58,6 +75,7 @@ def with_drafter(engine, drafter: Any, *, quiet: bool, overrides: Mapping[str, A
             drafter=made,
             drafter_params=drafter_params,
             config=config,
+            table=table,
             progress=progress,
         )
 
@@ -105,10 +123,16 @@ def _compiling(quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console, started, count = Console(stderr=True), time.perf_counter(), 0
+    if not console.is_terminal:
+        console.print("compiling programs (the first start takes longest)", highlight=False)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("compile", total=None, program="")
 
         def report(program: str, done: int, total: int) -> None:
+            nonlocal count
+            count = done
             bar.update(task, completed=done, total=total, program=program)
 
         yield report
+    console.print(f"{count} programs ready in {time.perf_counter() - started:.0f} s", highlight=False)

@@ -9,12 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.draft import DraftShape
+from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine import prefill as entry
 from specjax.engine import step
 from specjax.engine.prefill import Insertion
 from specjax.engine.state import Emitted, State
 from specjax.engine.step import Stage, Width
 from specjax.pallas_kernels.dispatch import Kernels, traced_with
+
+Proposal = tuple[jax.Array, jax.Array]
 
 
 def verify_widths(batch: int, rows: int) -> tuple[Width, ...]:
@@ -31,6 +35,14 @@ def verify_widths(batch: int, rows: int) -> tuple[Width, ...]:
     else:
         drafted = {Width(count, rows) for count in _halves(batch * rows, least=8)}
     return tuple(sorted(plain | drafted, key=lambda w: (w.width, w.count)))
+
+
+def planned_widths(batch: int, rows: int) -> tuple[Width, ...]:
+    """The menu where a planner cuts drafts: finer, as it fills a pass with the nodes that are worth their time."""
+    counts = _halves(batch, least=1) | _halves(batch * rows, least=max(2, batch // 2))
+    plain = {Width(count, 1) for count in _halves(batch, least=1)}
+    drafted = {Width(count, count if batch == 1 else min(rows, count)) for count in counts if count > 1}
+    return tuple(sorted(plain | drafted, key=lambda w: (w.count, w.width)))
 
 
 def _halves(most: int, least: int) -> set[int]:
@@ -53,6 +65,11 @@ class Programs:
     def __init__(self, stage: Stage, batch: int, sizes: tuple[int, ...], rounds: int, initial: Callable[[], State]):
         self.stage, self.batch, self.sizes, self.rounds = stage, batch, sizes, rounds
         self.widths = verify_widths(batch, stage.shape.rows)
+        self._members: dict[DraftShape, Callable] = {}
+        self._catch_up: dict[str, Callable] = {}
+        if isinstance(stage.drafter, DrafterSet):
+            self.widths = planned_widths(batch, stage.shape.rows)
+            self._members, self._catch_up = _member_programs(stage, stage.drafter)
         self.initial = jax.jit(initial)
         self._insert = jax.jit(entry.insert, donate_argnums=0)
         self._release = jax.jit(functools.partial(entry.release, stage), donate_argnums=0)
@@ -68,7 +85,8 @@ class Programs:
     @property
     def count(self) -> int:
         """Programs that warm-up compiles."""
-        return 4 + len(self._prefill) + (1 if self.rounds > 1 else len(self._verify))
+        drafts = len(self._members) + len(self._catch_up) or 1
+        return 3 + drafts + len(self._prefill) + (1 if self.rounds > 1 else len(self._verify))
 
     def fit(self, live: np.ndarray) -> Width:
         """The narrowest verify size that holds `live` rows a request (0 for a request that takes no part)."""
@@ -84,8 +102,18 @@ class Programs:
     def prefill(self, params: Any, state: State, row: int, start: int, size: int) -> tuple[State, Emitted]:
         return self._prefill[size](params, state, np.int32(row), np.int32(start))
 
-    def verify(self, width: Width, params: Any, state: State) -> tuple[State, Emitted]:
-        return self._verify[width](params, state)
+    def verify(
+        self, width: Width, params: Any, state: State, budgets: np.ndarray | None = None
+    ) -> tuple[State, Emitted]:
+        return self._verify[width](params, state, budgets)
+
+    def draft_as(self, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array, Proposal]:
+        """Redraft in a shape of the set's menu; the live rows of each request, and the nodes' tokens and parents."""
+        return self._members[shape](params, state)
+
+    def catch_up(self, kind: str, params: Any, state: State) -> State:
+        """Let a member of a set take in all that waits for it. The state's draft is then not one to verify."""
+        return self._catch_up[kind](params, state)
 
     def draft(self, params: Any, state: State) -> tuple[State, jax.Array]:
         """Redraft; also the live rows of each request (0: not active), for `fit`."""
@@ -127,18 +155,26 @@ class Programs:
         tick("insert")
         state = self.release(state, 0, 1)
         tick("release")
-        state, live = self.draft(params, state)
-        tick("draft")
+        for shape in self._members:
+            state, _, _ = self.draft_as(shape, params, state)
+            tick(f"draft {shape.kind} {shape.rows}")
+        for kind in self._catch_up:
+            state = self.catch_up(kind, params, state)
+            tick(f"catch up {kind}")
+        if not self._members:
+            state, _ = self.draft(params, state)
+            tick("draft")
         for size in self.sizes:
             state, _ = self.prefill(params, state, 0, 0, size)
             tick(f"prefill {size}")
         if self.rounds > 1:
             state, _, _ = self.many(self.rounds, params, state)
             tick(f"{self.rounds} rounds")
+        budgets = np.ones((self.batch,), np.int32) if self._members else None
         for width in self.widths if self.rounds == 1 else ():
-            state, _ = self.verify(width, params, state)
+            state, _ = self.verify(width, params, state, budgets)
             tick(f"verify {width.count} rows")
-        jax.block_until_ready((state.lengths, live))
+        jax.block_until_ready(state.lengths)
         return time.perf_counter() - started
 
 
@@ -155,3 +191,22 @@ def _target_program(kernels: Kernels, function: Callable) -> Callable:
 def _draft(stage: Stage, params: Any, state: State) -> tuple[State, jax.Array]:
     state = step.redraft(stage, params, state)
     return state, jnp.where(state.active, state.draft.lengths, 0)
+
+
+def _member_programs(stage: Stage, drafters: DrafterSet) -> tuple[dict[DraftShape, Callable], dict[str, Callable]]:
+    """A draft program for each shape of a set's menu, and one for each member that falls behind, to catch up."""
+    drafts: dict[DraftShape, Callable] = {
+        shape: jax.jit(functools.partial(_draft_as, stage, shape), donate_argnums=1) for shape in drafters.menu
+    }
+    catch_up: dict[str, Callable] = {}
+    for shape in sorted(drafters.menu, key=lambda shape: -shape.rows):  # the smallest shape stays
+        if drafters.reads_features(shape.kind):
+            catch_up[shape.kind] = jax.jit(functools.partial(step.redraft_as, stage, shape, True), donate_argnums=1)
+    return drafts, catch_up
+
+
+def _draft_as(stage: Stage, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array, Proposal]:
+    state = step.redraft_as(stage, shape, False, params, state)
+    live = jnp.where(state.active, state.draft.lengths, 0)
+    # Values of their own: the state's buffers are given away with the next call.
+    return state, live, (state.draft.tokens + 0, state.draft.parents + 0)

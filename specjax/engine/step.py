@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from specjax import cache as kv
 from specjax import sampling
-from specjax.array_types import Array
-from specjax.draft import Draft, DraftShape, pack
+from specjax.array_types import Array, Int
+from specjax.draft import Draft, DraftShape, pack, widen
 from specjax.drafters.base import Drafter, Features
+from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.accept import accept
 from specjax.engine.state import LENGTH, RUNNING, STOP, Emitted, Logprobs, State
 from specjax.pallas_kernels.dispatch import Kernels
@@ -30,7 +31,8 @@ class Stage:
     Attributes:
         target: the target's pure functions.
         drafter: the drafter, or None for plain decoding.
-        shape: the draft shape; its depth bounds a path, its rows the draft's buffers.
+        shape: the draft shape, or one that all shapes of the menu fit into; its depth bounds a path, its rows the
+            draft's buffers.
         rule: name of the accept rule, one of `specjax.verify.registry`.
         taps: residual streams that the drafter reads.
         top_logprobs: alternatives reported with logprobs.
@@ -60,7 +62,9 @@ def round_step(stage: Stage, width: Width, params: Any, state: State) -> tuple[S
     return redraft(stage, params, state), emitted
 
 
-def verify_commit(stage: Stage, width: Width, params: Any, state: State) -> tuple[State, Emitted]:
+def verify_commit(
+    stage: Stage, width: Width, params: Any, state: State, budgets: Int[Array, " b"] | None = None
+) -> tuple[State, Emitted]:
     """Verify the state's draft in one target pass, accept a path, commit it.
 
     Args:
@@ -68,10 +72,14 @@ def verify_commit(stage: Stage, width: Width, params: Any, state: State) -> tupl
         width: rows of the pass; must hold every live node of the draft.
         params: `{"target": ..., "drafter": ...}`.
         state: the state; its `draft` was made after the last commit.
+        budgets: the most rows of each request, the root included: a draft is cut to its first nodes. None cuts nothing.
 
     Returns:
         The new state (its draft is spent) and the emitted tokens.
     """
+    if budgets is not None:
+        draft = dataclasses.replace(state.draft, lengths=jnp.minimum(state.draft.lengths, budgets))
+        state = dataclasses.replace(state, draft=draft)
     committed = state.lengths - 1
     with jax.named_scope("verify"):
         rows = pack(state.draft, committed, width.count, width.width, state.active)
@@ -93,7 +101,9 @@ def verify_commit(stage: Stage, width: Width, params: Any, state: State) -> tupl
             finish=finish,
             logprobs=_logprobs(stage, state, logits, on_path, tokens),
         )
-        features = _features(stage, out, on_path, committed, counts, state)
+        features, memory = _features(stage, out, on_path, committed, counts), state.drafter
+        if isinstance(stage.drafter, DrafterSet) and features is not None:
+            features, memory = None, stage.drafter.keep(memory, features)
         state = dataclasses.replace(
             state,
             cache=cache,
@@ -101,6 +111,7 @@ def verify_commit(stage: Stage, width: Width, params: Any, state: State) -> tupl
             lengths=state.lengths + counts,
             active=state.active & (finish == RUNNING),
             features=features,
+            drafter=memory,
         )
     return root_only(state), emitted
 
@@ -119,9 +130,21 @@ def redraft(stage: Stage, params: Any, state: State) -> State:
         return state
     with jax.named_scope("draft"):
         draft, memory = stage.drafter.draft(params["drafter"], state.drafter, state.context, stage.shape)
+    return _with_draft(state, draft, stage.shape, memory)
+
+
+def redraft_as(stage: Stage, shape: DraftShape, catch_up: bool, params: Any, state: State) -> State:
+    """`redraft` by one drafter of a set, in one shape of its menu; see `DrafterSet.draft`."""
+    assert isinstance(stage.drafter, DrafterSet)
+    with jax.named_scope(f"draft_{shape.kind}"):
+        draft, memory = stage.drafter.draft(params["drafter"], state.drafter, state.context, shape, catch_up)
+    return _with_draft(state, widen(draft, stage.shape.rows), shape, memory)
+
+
+def _with_draft(state: State, draft: Draft, shape: DraftShape, memory: Any) -> State:
     # A round emits one token more than it accepts: drafts past the budget cannot be used.
     room = jnp.maximum(state.limits - state.lengths, 1)
-    lengths = jnp.where(state.active, jnp.minimum(draft.lengths, room), 1) if stage.shape.is_chain else draft.lengths
+    lengths = jnp.where(state.active, jnp.minimum(draft.lengths, room), 1) if shape.is_chain else draft.lengths
     return dataclasses.replace(state, draft=dataclasses.replace(draft, lengths=lengths), drafter=memory)
 
 
@@ -233,15 +256,16 @@ def _logprobs(stage: Stage, state: State, logits: Array, on_path: Array, tokens:
     return jax.lax.cond(wanted, compute, lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), 0)
 
 
-def _features(stage: Stage, out, on_path: Array, committed: Array, counts: Array, state: State) -> Features | None:
+def _features(stage: Stage, out, on_path: Array, committed: Array, counts: Array) -> Features | None:
     """Activations of the committed rows, for a drafter that reads them: `counts` rows from the old root on."""
-    if state.features is None:
+    drafter = stage.drafter
+    if drafter is None or not (stage.taps or drafter.wants_hidden):
         return None
-    steps = state.features.positions.shape[1]
+    steps = stage.shape.depth + 1
     on_path = jnp.pad(on_path, ((0, 0), (0, steps - on_path.shape[1])), mode="edge")
     return Features(
         positions=committed[:, None] + jnp.arange(steps, dtype=jnp.int32),
         count=counts,
-        hidden=None if state.features.hidden is None else out.hidden[on_path],
-        taps=None if state.features.taps is None else out.taps[on_path],
+        hidden=out.hidden[on_path] if drafter.wants_hidden else None,
+        taps=None if out.taps is None else out.taps[on_path],
     )

@@ -11,11 +11,11 @@ from support import blocks, checkpoints, engines, toy
 from specjax import config as configs
 from specjax.engine import drafter as wiring
 from specjax.engine.drafter import make_drafter
+from specjax.engine.pricing import find_table
 from specjax.sampling import SamplingParams
 from specjax.targets.config import expected_tensors
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-CONFIGS = [path for path in CONFIGS if path.stem != "auto"]  # takes turns by measured costs: the planner's tests run it
 # What stands where a configuration has a placeholder: a checkpoint of the packaging.
 CHECKPOINTS = {
     "eagle3": "eagle3-specforge",
@@ -63,11 +63,15 @@ def test_runs(path, tmp_path, monkeypatch):
         run = run.model_copy(update={"drafter": run.drafter.model_copy(update={"probe": None})})
     drafter, weights = make_drafter(run, model, params, None, "float32", lambda note: None)
     assert getattr(drafter, "kind", "none") == run.drafter.kind
-    engine = engines.narrow(toy.engine(drafter, weights, (model, params)))
+    table = None
+    if run.drafter.kind == "auto":
+        table = find_table(run, model.config, "float32", drafter, lambda note: None)
+    engine = toy.engine(drafter, weights, (model, params), table=table)
+    engine = engine if table else engines.narrow(engine)
     result = engine.generate(PROMPT, SamplingParams(max_tokens=NEW))
     said, after = [PROMPT[-1]], np.asarray(params["by_token"]).argmax(axis=1)
     for _ in range(NEW):
         said.append(int(after[said[-1]]))
     assert result.token_ids == said[1:]
     # This short text happens to repeat itself, so that lookup drafts too.
-    assert (result.spec.drafted > 0) == (drafter is not None)
+    assert (result.spec.drafted > 0) == (drafter is not None) or run.drafter.kind == "auto"

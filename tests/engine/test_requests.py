@@ -183,6 +183,39 @@ def test_text_prompts():
     assert engine.generate("b", SamplingParams(max_tokens=2), raw=True).prompt_tokens == 1
 
 
+def test_results_come_in_order_as_soon_as_they_are_there(alone):
+    engine = tables.engine(TABLE, drafts=drafts())
+    found = []
+    for result in engine.results(PROMPTS, PARAMS):
+        found.append(result.token_ids)
+        if len(found) == 1:
+            assert engine.busy, "the first is handed out while the others decode"
+    assert found == alone
+    half = engine.results(PROMPTS, PARAMS)
+    next(half)
+    half.close()
+    assert not engine.busy, "what nobody reads is given up"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (None, "got NoneType"),
+        (5, "got int"),
+        (b"hi", "got bytes"),
+        ([True, False], "got bool"),
+        ([{"role": "user", "content": "b"}, 3], "holds something else"),
+        ("", "the prompt is empty"),
+        ("a\ud800b", "half of a surrogate pair"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompt, words):
+    engine = tables.engine(TABLE, tokenizer=byte_level([b"a", b"b"]))
+    with pytest.raises(ValueError, match=words):
+        engine.generate(prompt)
+    assert not engine.busy
+
+
 def test_counters_and_times():
     engine = tables.engine(by_position=toy.favourites(tables.VOCAB, 1, [3] * 20), drafts=tables.scripts([[3] * 64], 4))
     result = engine.generate([1], SamplingParams(max_tokens=13))
@@ -220,6 +253,11 @@ def test_another_drafter_on_the_same_weights():
         engine.with_drafter("ngrams")
     with pytest.raises(ConfigError, match="contxt"):
         engine.with_drafter("ngram", contxt=64)
+    for changed in ({"dtype": "bfloat16"}, {"target": "other"}):
+        with pytest.raises(ConfigError, match=f"shares the weights that are there, so {next(iter(changed))} cannot"):
+            engine.with_drafter("none", **changed)
+    with pytest.raises(ConfigError, match="context is 1000, but the target was loaded for 512 positions"):
+        engine.with_drafter("none", context=1000)
 
 
 def test_rules_that_do_not_fit_are_refused():

@@ -58,11 +58,17 @@ def run_config(**changes) -> RunConfig:
     return RunConfig(**(values | changes))
 
 
-def engine(drafter=None, drafter_params=(), target=None, tokenizer=None, **changes) -> Engine:
+def engine(drafter=None, drafter_params=(), target=None, tokenizer=None, table=None, **changes) -> Engine:
     """An engine on the tiny target (or on `target = (target, params)`)."""
     model, params = target or tiny()
     return Engine(
-        model, params, tokenizer=tokenizer, drafter=drafter, drafter_params=drafter_params, config=run_config(**changes)
+        model,
+        params,
+        tokenizer=tokenizer,
+        drafter=drafter,
+        drafter_params=drafter_params,
+        config=run_config(**changes),
+        table=table,
     )
 
 

@@ -1,0 +1,231 @@
+"""Latency tables by measurement: how long the programs of an engine really take, over requests, rows and context.
+
+What is measured is what a round does. A pass is timed from its dispatch until the host has its tokens. A draft is timed
+as the longer wait for a pass that is dispatched with it, since that is how a round runs it. What the host does besides
+is the time of plain rounds of real requests beyond their pass.
+
+The grid is not exhaustive. Its borders come first; then, along one axis after another, the middle of the gap that a
+straight line misses by most, as long as that is more than `TOLERANCE`. The cross product of the coordinates that this
+leaves is the table.
+"""
+
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.costmodel import isotonic, tables
+from specjax.costmodel.planner import Planner
+from specjax.costmodel.tables import Grid, Provenance, Table
+from specjax.draft import DraftShape
+from specjax.drafters.drafter_set import DrafterSet
+from specjax.engine.engine import Engine
+from specjax.engine.pilot import Pilot
+from specjax.engine.state import State
+from specjax.sampling import SamplingParams
+
+TOLERANCE = 0.05  # by which a straight line may miss a measured point
+POINTS = 7  # coordinates of an axis, at most: on a noisy machine every line seems bent
+REPEATS, MOST = 3, 9  # measurements of a cell: at least, and at most where they disagree
+SPREAD = 0.05  # agreement that is enough
+LEAST = 1e-6  # seconds; no price is nothing
+SMALL_CONTEXT = 128
+HOST_ROUNDS = 24
+
+
+def calibrate(engine: Engine, wanted: Provenance, partial: Path, report: Callable[[str, int, int], None]) -> Table:
+    """Measure a table for an engine with a set of drafters.
+
+    Args:
+        engine: warmed up.
+        wanted: what the table will be good for.
+        partial: file of the cells that are measured; what it holds already is not measured again. It is removed when
+            the table is whole.
+        report: called with `(what, done, total)`; the total grows where the grid is refined.
+
+    Raises:
+        ValueError: the engine has no set of drafters, or `partial` belongs to another set-up.
+    """
+    if not isinstance(engine.drafter, DrafterSet):
+        raise ValueError("calibrate measures a set of drafters: give the engine drafter kind 'auto'")
+    bench = _Bench(engine, _Cells(partial, wanted), report)
+    batch, most = engine.config.batch, engine.drafter.shape.rows
+    contexts = (min(SMALL_CONTEXT, engine.config.context // 4), engine.config.context - most - 1)
+    live = bench.refined((1, batch), lambda b: bench.verify(b, 1, contexts[0]))
+    rows = bench.refined((1, most), lambda r: bench.verify(1, r, contexts[0]))
+    context = bench.refined(contexts, lambda s: bench.verify(batch, most, s))
+    bench.plan(len(live) * len(rows) * len(context) + len(engine.drafter.menu) * len(live) * len(context) + 2)
+    verify = [[[bench.verify(b, r, s) for s in context] for r in rows] for b in live]
+    draft = {shape: [[bench.draft(shape, b, s) for s in context] for b in live] for shape in engine.drafter.menu}
+    kinds = [member.kind for member in engine.drafter.members if engine.drafter.reads_features(member.kind)]
+    catch_up = {kind: (bench.catch_up(kind, batch, contexts[0]), 0.0) for kind in kinds}
+    axes = tuple(tuple(map(float, axis)) for axis in (live, rows, context))
+    table = Table(
+        provenance=dataclasses.replace(wanted, date=datetime.date.today().isoformat(), made_by="specjax calibrate"),
+        verify=Grid.of(axes, isotonic.monotone(np.array(verify)), "measured"),
+        draft={
+            shape: Grid.of((axes[0], axes[2]), isotonic.monotone(np.array(cells)), "measured")
+            for shape, cells in draft.items()
+        },
+        fixed=LEAST,
+        catch_up=catch_up,
+    )
+    table = dataclasses.replace(table, fixed=bench.fixed(contexts[0], table))
+    partial.unlink(missing_ok=True)
+    return table
+
+
+def table_path(wanted: Provenance, batch: int, folder: Path | None = None) -> Path:
+    """Where the measured table of a set-up belongs: one file for each target, precision, drafters and batch."""
+    digests = "".join(sorted((wanted.drafter_digests or {}).values()))
+    name = f"{Path(wanted.target).name}-{wanted.dtype}-{wanted.target_digest}-{digests[:24]}-b{batch}.json"
+    return (folder or tables.default_folder()) / wanted.device / name
+
+
+class _Cells:
+    """Measured cells by name, in a file that is replaced as a whole after each."""
+
+    def __init__(self, path: Path, wanted: Provenance):
+        self.path, self.key = path, dataclasses.asdict(wanted)
+        self.values: dict[str, float] = {}
+        if path.exists():
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+                key, values = found["key"], found["cells"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path} is no unfinished calibration ({error}); remove it to start anew") from None
+            if key != self.key:
+                raise ValueError(f"{path} is an unfinished calibration of another set-up; remove it to start anew")
+            self.values = values
+
+    def get(self, name: str, measure: Callable[[], float]) -> float:
+        if name not in self.values:
+            self.values[name] = measure()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            part = self.path.with_suffix(".part")
+            part.write_text(json.dumps({"key": self.key, "cells": self.values}), encoding="utf-8")
+            os.replace(part, self.path)
+        return self.values[name]
+
+
+class _Bench:
+    """An engine's programs, run on a state that is set to the case before each measurement."""
+
+    def __init__(self, engine: Engine, cells: _Cells, report: Callable[[str, int, int], None]):
+        self.engine, self.programs, self.params = engine, engine.programs, engine.params
+        self.cells, self.report = cells, report
+        self._done = self._total = 0
+        self._state: State = engine.programs.initial()
+        paged = engine.config.page_size is not None
+        for row in range(engine.config.batch if paged else 0):
+            self._state = engine.programs.insert(self._state, row, engine.idle_insertion(row))
+        self._pin = jax.jit(_pin, donate_argnums=0)
+
+    def plan(self, cells: int) -> None:
+        """So many cells are still to be looked up."""
+        self._total = self._done + cells
+
+    def refined(self, ends: Sequence[int], at: Callable[[int], float]) -> tuple[int, ...]:
+        """Coordinates between which `at` is straight, ascending, the `ends` among them; at most `POINTS`."""
+        known = {x: at(x) for x in dict.fromkeys(ends)}
+        gaps = [(np.inf, *pair) for pair in itertools.pairwise(sorted(known))]
+        while gaps and len(known) < POINTS:
+            gaps.sort()
+            _, low, high = gaps.pop()  # where a straight line missed by most
+            middle = round((low * high) ** 0.5) if high > 2 * low else (low + high) // 2
+            if middle in (low, high):
+                continue
+            known[middle] = at(middle)
+            share = (middle - low) / (high - low)
+            miss = abs((known[low] + share * (known[high] - known[low])) / known[middle] - 1)
+            if miss > TOLERANCE:
+                gaps += [(miss, low, middle), (miss, middle, high)]
+        return tuple(sorted(known))
+
+    def verify(self, live: int, rows: int, context: int) -> float:
+        """Seconds of a pass of `rows` rows for each of `live` requests, until the host has its tokens."""
+        return self._cell(f"verify {live} {rows} {context}", lambda: self._pass(live, rows, context))
+
+    def draft(self, shape: DraftShape, live: int, context: int) -> float:
+        """Seconds that a draft adds to a plain pass."""
+        name = f"draft {shape.kind} {shape.depth} {shape.branching} {shape.rows} {live} {context}"
+        plain = self.verify(live, 1, context)
+        return self._cell(name, lambda: max(self._pass(live, 1, context, draft=shape) - plain, LEAST))
+
+    def catch_up(self, kind: str, live: int, context: int) -> float:
+        """Seconds that taking in a full ring adds to a plain pass."""
+        plain = self.verify(live, 1, context)
+        return self._cell(f"catch up {kind}", lambda: max(self._pass(live, 1, context, kind=kind) - plain, LEAST))
+
+    def fixed(self, context: int, table: Table) -> float:
+        """Seconds of the host in a round, its decision included: rounds of one real request that draft nothing."""
+
+        def measure() -> float:
+            plain, times = self.verify(1, 1, context), []
+            engine = self.engine
+            counts = sorted({width.count for width in self.programs.widths})
+            engine.reset()
+            engine.pilot = Pilot(Planner(table, (), counts, engine.config.batch), engine.drafter, self.programs)
+            engine.submit([1] * max(context - HOST_ROUNDS, 1), SamplingParams(max_tokens=HOST_ROUNDS, ignore_eos=True))
+            while engine.busy:
+                started = time.perf_counter()
+                engine.step()
+                times.append(time.perf_counter() - started)
+            engine.reset()
+            return max(statistics.median(times[1:]) - plain, LEAST)
+
+        return self._cell("fixed", measure)
+
+    def _cell(self, name: str, measure: Callable[[], float]) -> float:
+        value = self.cells.get(name, measure)
+        self._done += 1
+        self._total = max(self._total, self._done)
+        self.report(name, self._done, self._total)
+        return value
+
+    def _pass(self, live: int, rows: int, context: int, draft: DraftShape | None = None, kind: str | None = None):
+        """Median seconds of a pass, with a draft or a member's catching up dispatched behind it."""
+        batch = self.programs.batch
+        each = np.where(np.arange(batch) < live, rows, 0)
+        width, budgets = self.programs.fit(each), np.maximum(each, 1).astype(np.int32)
+        lengths = np.where(each > 0, context, 1).astype(np.int32)
+        times: list[float] = []
+        while len(times) <= REPEATS or (len(times) <= MOST and _disagree(times[1:])):
+            state = jax.block_until_ready(self._pin(self._state, lengths, each > 0, budgets))
+            started = time.perf_counter()
+            state, emitted = self.programs.verify(width, self.params, state, budgets)
+            wait: Any = emitted
+            if kind is not None:
+                state = self.programs.catch_up(kind, self.params, state)
+                wait = (emitted, state.lengths)
+            if draft is not None:
+                state, drafted, _ = self.programs.draft_as(draft, self.params, state)
+                wait = (emitted, drafted)
+            jax.block_until_ready(jax.device_get(wait))
+            jax.block_until_ready(state.lengths)
+            times.append(time.perf_counter() - started)
+            self._state = state
+        return statistics.median(times[1:])  # the first warms caches
+
+
+def _disagree(times: list[float]) -> bool:
+    middle = statistics.median(times)
+    return statistics.median(abs(t - middle) for t in times) > SPREAD * middle
+
+
+def _pin(state: State, lengths: jax.Array, active: jax.Array, rows: jax.Array) -> State:
+    """The state with so many tokens committed, and a draft of so many rows standing."""
+    draft = dataclasses.replace(state.draft, lengths=rows)
+    limits = jnp.full_like(state.limits, state.tokens.shape[1])
+    eos = jnp.full_like(state.eos, -1)
+    return dataclasses.replace(state, lengths=lengths, active=active, draft=draft, limits=limits, eos=eos)

@@ -1,0 +1,202 @@
+"""Drafters that take turns: the text stays plain decoding's, and one that sat out drafts as if it never had."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import engines, heads, toy
+
+from specjax.costmodel.planner import Decision
+from specjax.draft import PLAIN, DraftShape
+from specjax.drafters import learned
+from specjax.drafters.drafter_set import DrafterSet
+from specjax.drafters.ngram import NGram
+from specjax.engine.pilot import Pilot, Shadow
+from specjax.sampling import SamplingParams
+
+RING = 16
+LOOKUP = DraftShape.chain("ngram", 3)
+CHAIN, TREE = DraftShape.chain("eagle3", 2), DraftShape("eagle3", 3, 2, 6)
+MODULE = DraftShape.chain("mtp", 2)
+MENU = (LOOKUP, CHAIN, TREE, MODULE)
+BATCH = 2
+PROMPTS = [[5, 9, 5, 9, 5], list(range(20, 43)), [1, 2, 3]]
+
+
+class Scripted:
+    """A planner that is told what to do, and remembers what it was told of the rounds."""
+
+    def __init__(self, turns):
+        self.turns, self.round = turns, 0
+        self.menu = (PLAIN, *MENU)
+        self.prices = self
+        self.draft = np.zeros(len(self.menu))
+        self.seen, self.shadows, self.started = [], [], []
+
+    def quote(self, live, context):
+        return self
+
+    def extra(self, decision, live, context):
+        return 0.0
+
+    def start(self, row, temperature):
+        self.started.append((row, temperature))
+
+    def decide(self, rows, context):
+        shape, shadow = self.turns[self.round % len(self.turns)]
+        self.round += 1
+        ones = np.ones(len(rows), int)
+        return Decision(shape, len(rows), ones, 1.0, 1.0, 1.0, "best", shadow=shadow)
+
+    def fit(self, decision, rows, live, context):
+        """All but the last node of the first request."""
+        budgets = live + 1
+        budgets[0] = max(budgets[0] - 1, 1)
+        return int(budgets.sum()), budgets
+
+    def observe(self, decision, rows, context, *, seconds, count, drafts, accepted):
+        assert seconds > 0
+        assert (accepted <= drafts).all()
+        assert len(rows) + drafts.sum() <= count
+        self.seen.append((decision.shape, rows.tolist(), drafts.tolist(), accepted.tolist()))
+
+    def shadow(self, shape, rows, drafts, accepted):
+        self.shadows.append((shape, int(drafts[0]), int(accepted[0])))
+
+
+@pytest.fixture(scope="module")
+def drafters():
+    target, params = toy.tiny()
+    members, weights = [NGram(num_speculative_tokens=3, prompt_lookup_min=1)], [()]
+    for family, options in (("eagle3", {"depth": 3, "branching": 2, "rows": 6}), ("mtp", {"depth": 2})):
+        config = heads.head_config(family, **({} if family == "mtp" else {"taps": (0, 1)}))
+        tensors = heads.random_tensors(config)
+        member, own = learned.build(config, tensors, target, params, jnp.float32, **options)
+        members.append(member)
+        weights.append(own)
+    return DrafterSet(tuple(members), MENU, toy.tiny_config().hidden_size, ring=RING), tuple(weights)
+
+
+@pytest.fixture(scope="module")
+def engine(drafters):
+    drafter, params = drafters
+    made = toy.engine(drafter, params, batch=BATCH, table=object())
+    return made
+
+
+def piloted(engine, turns):
+    """The engine under a scripted planner, and the planner."""
+    planner = Scripted(turns)
+    engine.reset()
+    engine.pilot = Pilot(planner, engine.drafter, engine.programs)
+    return planner
+
+
+NEVER, ALL = [(PLAIN, None)], [(shape, None) for shape in (LOOKUP, CHAIN, PLAIN, TREE, MODULE)]
+# Long enough absences that the ring would run over twice.
+RARE = [(CHAIN, None), (MODULE, None), *[(PLAIN, None)] * 37, (TREE, None), *[(LOOKUP, None)] * 3]
+
+
+@pytest.mark.parametrize("turns", [NEVER, ALL, RARE], ids=["never", "all", "rare"])
+def test_text_is_plain_decodings(engine, turns):
+    planner = piloted(engine, turns)
+    params = [SamplingParams(max_tokens=n, temperature=t, seed=7) for n, t in ((70, 0), (41, 0.8), (55, 0))]
+    results = engine.generate(PROMPTS, params)
+    for prompt, p, result in zip(PROMPTS, params, results, strict=True):
+        assert result.token_ids == engines.solo(prompt, p).token_ids
+    assert sum(r.spec.accepted for r in results) == sum(sum(accepted) for *_, accepted in planner.seen)
+    assert sorted(planner.started) == [(0, 0), (0, 0), (1, 0.8)] or len(planner.started) == 3
+    if turns is NEVER:
+        assert all(drafts == [0] * len(rows) for _, rows, drafts, _ in planner.seen)
+
+
+def test_a_drafter_that_sat_out_drafts_as_if_it_never_had(engine, drafters):
+    """Each draft of a member is what it drafts from the same tokens as a prompt, whatever happened in between."""
+    drafter, weights = drafters
+    fresh = {
+        kind: toy.engine(member, own)
+        for kind, member, own in zip(("ngram", "eagle3", "mtp"), drafter.members, weights, strict=True)
+    }
+    piloted(engine, RARE)
+    seen = []
+    real = engine.programs.draft_as
+
+    def spy(shape, params, state):
+        tokens, lengths = jax.device_get((state.tokens, state.lengths))
+        state, live, proposal = real(shape, params, state)
+        seen.append((shape, tokens[0, : lengths[0]].tolist(), np.asarray(proposal[0])[0, : int(live[0])].tolist()))
+        return state, live, proposal
+
+    engine.programs.draft_as = spy
+    try:
+        engine.generate(PROMPTS[1], SamplingParams(max_tokens=95))
+    finally:
+        engine.programs.draft_as = real
+    learned_drafts = [entry for entry in seen if entry[0].kind != "ngram"]
+    assert {shape for shape, *_ in learned_drafts} == {CHAIN, TREE, MODULE}
+    assert len(learned_drafts) >= 5
+    for shape, context, proposed in learned_drafts:
+        if len(proposed) < 2:
+            continue  # the request ended in that round
+        assert proposed[: shape.depth] == _drafted(fresh[shape.kind], shape, context)[: shape.depth]
+
+
+def _drafted(engine, shape: DraftShape, context: list[int]) -> list[int]:
+    """What a drafter by itself proposes behind a context, whose last token it has not verified."""
+    state = engine._state
+    insertion = engine._insertion(_request(context[:-1]), len(context) + 20, None)
+    state = engine.programs.insert(jax.tree.map(jnp.copy, state), 0, insertion)
+    emitted = None
+    for start, size in engine.programs.chunks(len(context) - 1):
+        state, emitted = engine.programs.prefill(engine.params, state, 0, start, size)
+    assert int(emitted.tokens[0, 0]) == context[-1]
+    draft, _ = DRAFT(engine.drafter, shape, engine.params["drafter"], state.drafter, state.context)
+    return draft.tokens[0].tolist()
+
+
+DRAFT = jax.jit(lambda drafter, shape, *rest: drafter.draft(*rest, shape), static_argnums=(0, 1))
+
+
+def _request(prompt):
+    from specjax.engine.request import Request
+
+    return Request(prompt=prompt, params=SamplingParams(max_tokens=20), index=0)
+
+
+def test_shadows_tell_what_would_have_been_accepted(engine):
+    """A script of shadows sees the acceptance that the same drafts have when they are verified."""
+    params = SamplingParams(max_tokens=60)
+    planner = piloted(engine, [(PLAIN, LOOKUP)])
+    engine.generate(PROMPTS[0], params)
+    verified = piloted(engine, [(LOOKUP, None)])
+    verified.fit = lambda decision, rows, live, context: (int((live + 1).sum()), live + 1)
+    engine.generate(PROMPTS[0], params)
+    assert {shape for shape, *_ in planner.shadows} == {LOOKUP}
+    assert all(accepted == 0 for _, drafts, accepted in planner.shadows if drafts == 0)
+    # Every round was plain; each round's shadow is one start of a draft among those that verification steps over.
+    assert len(planner.shadows) >= len(verified.seen) - 3
+    total = sum(accepted[0] for *_, accepted in verified.seen)
+    assert total > 0
+    assert sum(accepted for *_, accepted in planner.shadows) >= total
+
+
+def test_a_shadow_follows_its_tree():
+    tree = Shadow(TREE, 0, np.array([9, 4, 5, 6, 7]), np.array([-1, 0, 0, 2, 3]))
+    for said, accepted in (([5, 6, 7], 3), ([5, 6, 1], 2), ([4, 6, 7], 1), ([1, 5, 6], 0), ([], 0)):
+        assert dataclasses.replace(tree, said=said).accepted == accepted
+
+
+def test_refusals(drafters):
+    drafter, params = drafters
+    with pytest.raises(ValueError, match="needs a latency table"):
+        toy.engine(drafter, params)
+    with pytest.raises(ValueError, match="device_rounds must be 1"):
+        toy.engine(drafter, params, table=object(), device_rounds=2)
+    with pytest.raises(ValueError, match="of different kinds, got ngram, ngram"):
+        DrafterSet((NGram(), NGram()), (LOOKUP,), 8)
+    with pytest.raises(ValueError, match="no drafter of the set makes .*eagle3"):
+        DrafterSet((NGram(),), (CHAIN,), 8)
+    with pytest.raises(ValueError, match="as deep as the ring of 4"):
+        DrafterSet((NGram(),), (LOOKUP,), 8, ring=4)
