@@ -95,6 +95,8 @@ class Bench(flags.EngineFlags):
     def _drafters(self) -> dict[str, DrafterConfig]:
         """The drafters by name, plain decoding first: every ratio needs it."""
         names = [name.strip() for name in self.drafters.split(",") if name.strip()]
+        if not names:
+            raise ValueError("--drafters names none: for example --drafters none,ngram")
         if len(set(names)) != len(names):
             raise ValueError(f"--drafters names one twice: {self.drafters}")
         if "none" not in names:

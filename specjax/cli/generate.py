@@ -37,7 +37,8 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
     raw: bool = False
     """Take the prompt as it is, without the chat template."""
     json: bool = False
-    """Print a JSON object an answer, with usage, speculation and timing."""
+    """Print a JSON object an answer, with usage, speculation and timing, and of --prompts its line and turn. In `spec`,
+    `per_position` is the share of rounds in which the first, the second, ... draft was accepted."""
     stream: bool = False
     """Print text as it comes, even where stdout is no terminal."""
     no_stream: bool = False
@@ -47,13 +48,15 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
         """Decode and print; the exit code."""
         if (self.prompt is None) == (self.prompts is None):
             raise ValueError("give a prompt, or --prompts FILE, and not both; - reads a prompt from stdin")
+        if self.logprobs is not None and not self.json:
+            raise ValueError("--logprobs are reported in JSON alone: add --json")
         if self.stream and (self.json or self.prompts or self.no_stream):
             raise ValueError("--stream shows one text as it comes; leave --json, --prompts and --no-stream out")
         run, params = self.run_config(self.named_drafter()), self.params()
         if self.prompts is not None:
             conversations = prompts.read(self.prompts)
         else:
-            text = sys.stdin.read() if self.prompt == "-" else self.prompt
+            text = _stdin() if self.prompt == "-" else self.prompt
             if not text:
                 raise ValueError("the prompt is empty")
             conversations = [Conversation((text,))]
@@ -63,11 +66,20 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
             result = stream(engine, conversations[0].turns[0], params, raw=self.raw)
             flags.note(summary(result))
             return 0
-        results = prompts.answer(engine, conversations, params, raw=self.raw)
-        for result in (result for turns in results for result in turns):
-            print(json.dumps(to_dict(result), ensure_ascii=False) if self.json else result.text, flush=True)
+        for conversation, turn, result in prompts.answered(engine, conversations, params, raw=self.raw):
+            found = to_dict(result)
+            if self.prompts is not None:
+                found |= {"line": conversation.line, "turn": turn}
+            print(json.dumps(found, ensure_ascii=False) if self.json else result.text, flush=True)
             flags.note(summary(result))
         return 0
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8") if hasattr(sys.stdin, "buffer") else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin is not UTF-8: {error}") from None
 
 
 def stream(engine: "Engine", prompt: Any, params: "SamplingParams", *, raw: bool = False) -> "Result":

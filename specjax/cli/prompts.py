@@ -1,8 +1,9 @@
 """Prompt sets: JSONL with `turns`, `messages` or `prompt`, and an optional `category`; and how they are answered."""
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,17 @@ class Conversation:
         turns: what the user says; each turn but the first follows the model's answer to the one before.
         before: messages that stand before the first turn.
         category: the line's group in reports.
+        line: where it stands in its file, from 1; 0 for one of no file.
     """
 
     turns: tuple[str, ...]
     before: tuple[dict[str, Any], ...] = ()
     category: str = UNNAMED
+    line: int = 0
 
 
 def read(path: str | Path) -> list[Conversation]:
-    """Read a JSONL prompt set; other keys of a line (ids, references) are left alone.
+    """Read a JSONL prompt set; other keys of a line (ids, references) are left alone, those of sampling refused.
 
     Raises:
         ValueError: the file cannot be read, or its faulty lines, all listed.
@@ -44,7 +47,7 @@ def read(path: str | Path) -> list[Conversation]:
         if not line.strip():
             continue
         try:
-            found.append(_conversation(json.loads(line)))
+            found.append(dataclasses.replace(_conversation(json.loads(line)), line=number))
         except ValueError as error:
             faults.append(f"{path}:{number}: {error}")
     if faults:
@@ -71,8 +74,7 @@ def answer(
     Raises:
         ValueError: `raw` with several turns or with messages.
     """
-    if raw and any(len(c.turns) != 1 or c.before for c in conversations):
-        raise ValueError("raw prompts have no turns: leave --raw out for prompts with several turns or messages")
+    _check_raw(conversations, raw)
     histories = [list(c.before) for c in conversations]
     results: list[list[Result]] = [[] for _ in conversations]
     for turn in range(max(len(c.turns) for c in conversations)):
@@ -86,9 +88,38 @@ def answer(
     return results
 
 
+def answered(
+    engine: "Engine", conversations: Sequence[Conversation], params: "SamplingParams", *, raw: bool = False
+) -> Iterator[tuple[Conversation, int, "Result"]]:
+    """As `answer`, each as soon as it and all before it are there: the conversation, the turn from 1, the result."""
+    _check_raw(conversations, raw)
+    if all(len(c.turns) == 1 for c in conversations):
+        texts = [c.turns[0] if raw else [*c.before, {"role": "user", "content": c.turns[0]}] for c in conversations]
+        for conversation, result in zip(conversations, engine.results(texts, params, raw=raw), strict=True):
+            yield conversation, 1, result
+        return
+    for group in itertools.batched(conversations, engine.config.batch):
+        for conversation, turns in zip(group, answer(engine, group, params), strict=True):
+            for number, result in enumerate(turns, start=1):
+                yield conversation, number, result
+
+
+def _check_raw(conversations: Sequence[Conversation], raw: bool) -> None:
+    if raw and any(len(c.turns) != 1 or c.before for c in conversations):
+        raise ValueError("raw prompts have no turns: leave --raw out for prompts with several turns or messages")
+
+
+def _sampling() -> set[str]:
+    from specjax.sampling import SamplingParams
+
+    return {field.name for field in dataclasses.fields(SamplingParams)}
+
+
 def _conversation(record: Any) -> Conversation:
     if not isinstance(record, dict):
         raise ValueError("a line must be a JSON object")
+    if own := sorted(record.keys() & _sampling()):
+        raise ValueError(f"{', '.join(own)} cannot be set for one line: give sampling parameters for all, as flags")
     given = [key for key in ("turns", "messages", "prompt") if key in record]
     if len(given) != 1:
         raise ValueError(f"a line needs exactly one of turns, messages and prompt, got {given or 'none'}")

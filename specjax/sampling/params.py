@@ -1,12 +1,13 @@
 """What one request may ask for, checked on the host."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 MAX_LOGPROBS = 20
 MAX_BIAS = 300
+SMALLEST = float(np.finfo(np.float32).tiny)  # the device computes in float32, where less than this is 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,11 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self):
+        for name, wanted in (("stop", "a string or a list of strings"), ("stop_token_ids", "a list of ids")):
+            _require(name, getattr(self, name), isinstance(getattr(self, name), str | Sequence), wanted)
+        for name in ("include_stop", "ignore_eos"):
+            _require(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
+        _require("logit_bias", self.logit_bias, isinstance(self.logit_bias, Mapping), "a mapping of ids to numbers")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -64,10 +70,10 @@ class SamplingParams:
         _require("max_tokens", self.max_tokens, _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
         _require("temperature", self.temperature, _finite(self.temperature) and self.temperature >= 0, "finite, >= 0")
         _require("top_k", self.top_k, _is_int(self.top_k) and self.top_k >= 0, "an integer >= 0 (0 = off)")
-        _require("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
+        _require("top_p", self.top_p, _finite(self.top_p) and SMALLEST <= self.top_p <= 1, "in (0, 1]")
         _require("min_p", self.min_p, _finite(self.min_p) and 0 <= self.min_p <= 1, "in [0, 1]")
         penalty = self.repetition_penalty
-        _require("repetition_penalty", penalty, _finite(penalty) and penalty > 0, "finite, > 0 (1 = off)")
+        _require("repetition_penalty", penalty, _finite(penalty) and penalty >= SMALLEST, "finite, > 0 (1 = off)")
         for name in ("presence_penalty", "frequency_penalty"):
             _require(name, getattr(self, name), _finite(getattr(self, name)), "finite")
         for token, value in self.logit_bias.items():
@@ -103,7 +109,8 @@ def _is_int(value: object) -> bool:
 
 
 def _finite(value: object) -> bool:
-    return isinstance(value, int | float | np.floating) and abs(float(value)) <= float(np.finfo(np.float32).max)
+    number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
+    return number and abs(float(value)) <= float(np.finfo(np.float32).max)
 
 
 def _integer(name: str, value: object) -> int:

@@ -48,6 +48,9 @@ class FakeEngine:
         self.asked.append(prompts)
         return [self._result(prompt, params) for prompt in prompts]
 
+    def results(self, prompts, params=None, *, raw=False):
+        yield from self.generate(prompts, params, raw=raw)
+
     def stream(self, prompt, params=None, *, raw=False):
         result = self._result(prompt, params)
         yield Chunk(result.text[:2], result.token_ids[:2])

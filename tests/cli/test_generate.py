@@ -36,6 +36,19 @@ def test_json_with_logprobs(engines, capsys):
     assert found["logprobs"][0] == {"token": ord("h"), "logprob": -0.5, "rank": 1, "top": [[ord("h"), -0.5]]}
 
 
+def test_logprobs_are_for_json(engines, capsys):
+    assert main(["generate", "say hi", "--logprobs", "1"]) == 2
+    assert "add --json" in capsys.readouterr().err
+    assert not engines.made
+
+
+def test_stdin_that_is_no_text(engines, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"say \xff\xfe"), encoding="utf-8"))
+    assert main(["generate", "-"]) == 2
+    assert "stdin is not UTF-8" in capsys.readouterr().err
+    assert not engines.made
+
+
 def test_streamed_text_is_the_text(engines, capsys):
     assert main(["generate", "say hello", "--stream"]) == 0
     assert capsys.readouterr().out == "hello\n"
@@ -54,7 +67,8 @@ def test_prompts_one_object_a_line_in_order(engines, capsys, tmp_path):
     path.write_text('{"turns": ["say one", "say two"]}\n{"prompt": "say three"}\n')
     assert main(["generate", "--prompts", str(path), "--json", "--batch", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [json.loads(line)["text"] for line in lines] == ["one", "two", "three"]
+    found = [json.loads(line) for line in lines]
+    assert [(one["text"], one["line"], one["turn"]) for one in found] == [("one", 1, 1), ("two", 1, 2), ("three", 2, 1)]
     assert engines.made[0].run.batch == 4
 
 

@@ -34,9 +34,9 @@ def test_forms(tmp_path):
         {"prompt": "c"},
     )
     assert prompts.read(path) == [
-        Conversation(("a", "b"), category="qa"),
-        Conversation(("Hi",), before=(system,)),
-        Conversation(("c",)),
+        Conversation(("a", "b"), category="qa", line=1),
+        Conversation(("Hi",), before=(system,), line=3),
+        Conversation(("c",), line=4),
     ]
 
 
@@ -53,11 +53,12 @@ def test_all_faulty_lines_are_listed(tmp_path):
         {"messages": [{"role": "assistant", "content": "x"}]},
         {"messages": [{"role": "user"}]},
         {"prompt": "x", "category": 3},
+        {"prompt": "x", "max_tokens": 3},
     )
     with pytest.raises(ValueError, match="holds no text") as caught:
         prompts.read(path)
     lines = str(caught.value).splitlines()
-    assert [line.split(":")[1] for line in lines] == [str(n) for n in range(2, 11)]
+    assert [line.split(":")[1] for line in lines] == [str(n) for n in range(2, 12)]
 
 
 def test_no_prompts(tmp_path):

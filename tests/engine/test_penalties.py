@@ -1,8 +1,11 @@
 """Penalties, `min_tokens` and `logit_bias` count tokens, whatever a round drafts (case C17)."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from support import tables
+from support import tables, toy
+from support.engines import TREE_OF_17
 
 from specjax.sampling import SamplingParams
 
@@ -85,6 +88,22 @@ def test_mixed_penalties_in_a_batch(random_table, most, wrong):
     assert len({tuple(row) for row in want}) == 4
     if not wrong:
         assert [r.spec.rounds for r in results[:3]] == [-(-19 // (most + 1))] * 3
+
+
+def test_penalties_on_a_tree_count_a_nodes_own_path(random_table):
+    """Siblings and cousins carry tokens of other paths; a node's history is the text, its ancestors and itself."""
+    model, _ = toy.lookup_target(V)
+    drafter = dataclasses.replace(TREE_OF_17, vocab=V)
+    script = np.full((2, tables.POSITIONS), -1, np.int32)
+    prompts, each = [[1, 4, 4], [3, 8, 1]], [MIXED[0], MIXED[2]]
+    want = [penalised(random_table, prompt, p) for prompt, p in zip(prompts, each, strict=True)]
+    for row, ids in enumerate(want):
+        script[row, 3 : 3 + len(ids)] = ids
+    target = model, toy.lookup(V, by_token=random_table)
+    engine = toy.engine(drafter, script, target, batch=2, context=64)
+    results = engine.generate(prompts, each)
+    assert [r.token_ids for r in results] == want
+    assert all(r.spec.acceptance_length > 2 for r in results), "the tree's deep path is taken"
 
 
 def test_repetition_counts_the_prompt_and_the_others_do_not():
