@@ -68,7 +68,7 @@ def readme(
         + " |"
         for line in kept
     ]
-    own = {name: value for name, value in recipe.items() if owns(config.family, name) and value is not None}
+    own = {n: x for n, x in recipe.items() if owns(config.family, n) and n != "start" and x is not None}
     options = ", ".join(f"{name} {value}" for name, value in own.items())
     lines = [
         f"# {config.family} drafter for {recipe['target']}",

@@ -71,6 +71,12 @@ def test_loss_falls_and_acceptance_rises_above_lookup(trained):
     learns(*trained)
 
 
+def test_eagle_starts_from_a_regression(trained):
+    trainer, lines = trained
+    if trainer.config.family == "eagle3":
+        assert lines[0].rate == 0 and lines[0].held_out["length"] > 1.15  # 1.03 at random
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_other_family_learns(family, tmp_path):
