@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from specjax import config
-from specjax.cli import flags, prompts, report
+from specjax.cli import explain, flags, prompts, report
 from specjax.cli.prompts import Conversation
 from specjax.cli.report import Sample
 from specjax.config import DrafterConfig, NoDrafter
@@ -83,8 +83,13 @@ class Bench(flags.EngineFlags):
             for name, sample in samples["none"][0].items()
         ]
         for drafter in found["drafters"]:
-            drafter["candidate_head"] = _candidate_head(engines[drafter["drafter"]], texts)
+            engine = engines[drafter["drafter"]]
+            drafter["candidate_head"] = _candidate_head(engine, texts)
+            drafter["planner"] = None if engine.pilot is None else engine.pilot.report()
         report.show(found)
+        for drafter in found["drafters"]:
+            if drafter["planner"] is not None:
+                print("\n".join(explain.lines(drafter["planner"])))
         if self.json is not None:
             report.write_json(found, Path(self.json))
         if self.plot is not None:
@@ -167,6 +172,8 @@ def _candidate_head(engine: "Engine", texts: list[list[int]]) -> dict[str, Any] 
     from specjax.drafters import candidates
 
     drafter, params = engine.drafter, engine.params["drafter"]
+    if engine.pilot is not None:
+        return None  # a set's heads are measured one by one
     if drafter is not None and drafter.kind == "hybrid":
         drafter, params = drafter.model, params["model"]  # type: ignore[attr-defined]
     found = candidates.report(drafter, params, engine.target, engine.params["target"], texts, batch=engine.config.batch)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from specjax.cli import flags, prompts
+from specjax.cli import explain, flags, prompts
 from specjax.cli.prompts import Conversation
 
 if TYPE_CHECKING:
@@ -39,6 +39,8 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
     json: bool = False
     """Print a JSON object an answer, with usage, speculation and timing, and of --prompts its line and turn. In `spec`,
     `per_position` is the share of rounds in which the first, the second, ... draft was accepted."""
+    explain: bool = False
+    """With drafter auto: say what its planner expected of the rounds, what they were, and each change of shape."""
     stream: bool = False
     """Print text as it comes, even where stdout is no terminal."""
     no_stream: bool = False
@@ -53,6 +55,8 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
         if self.stream and (self.json or self.prompts or self.no_stream):
             raise ValueError("--stream shows one text as it comes; leave --json, --prompts and --no-stream out")
         run, params = self.run_config(self.named_drafter()), self.params()
+        if self.explain and run.drafter.kind != "auto":
+            raise ValueError(f"--explain is about a planner, and drafter '{run.drafter.kind}' has none: use 'auto'")
         if self.prompts is not None:
             conversations = prompts.read(self.prompts)
         else:
@@ -65,6 +69,7 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
         if streams:
             result = stream(engine, conversations[0].turns[0], params, raw=self.raw)
             flags.note(summary(result))
+            self._explain(engine)
             return 0
         for conversation, turn, result in prompts.answered(engine, conversations, params, raw=self.raw):
             found = to_dict(result)
@@ -72,7 +77,12 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
                 found |= {"line": conversation.line, "turn": turn}
             print(json.dumps(found, ensure_ascii=False) if self.json else result.text, flush=True)
             flags.note(summary(result))
+        self._explain(engine)
         return 0
+
+    def _explain(self, engine: "Engine") -> None:
+        if self.explain and engine.pilot is not None:
+            flags.note("\n".join(explain.lines(engine.pilot.report())))
 
 
 def _stdin() -> str:

@@ -19,6 +19,7 @@ class FakeEngine:
         self.asked: list = []
         self.forgot = 0
         self.drafters: list = []
+        self.pilot = FakePilot() if run is not None and run.drafter.kind == "auto" else None
         self.drafter, self.target, self.params, self.config = None, None, {"target": None, "drafter": None}, run
 
     def with_drafter(self, drafter, *, quiet=True, **overrides):
@@ -75,6 +76,24 @@ class FakeEngine:
             spec=spec,
             timing=Timing(prefill_s=0.5, decode_s=spec.rounds * PLAIN_STEP, tokens=len(ids)),
         )
+
+
+class FakePilot:
+    """A planner that has changed its mind once."""
+
+    def report(self):
+        plain = {"kind": "none", "depth": 0, "branching": 1, "rows": 1}
+        lookup = {"kind": "ngram", "depth": 5, "branching": 1, "rows": 6}
+        return {
+            "rounds": 12,
+            "shape": {"kind": "eagle3", "depth": 3, "branching": 4, "rows": 12},
+            "time_error_median": 0.05,
+            "tokens_error_median": 0.1,
+            "tokens_bias": -0.02,
+            "calibration_error": 0.031,
+            "exploration_s": 0.002,
+            "switches": [{"round": 3, "from": plain, "to": lookup, "reason": "trial"}] * 14,
+        }
 
 
 @pytest.fixture

@@ -36,6 +36,18 @@ def test_json_with_logprobs(engines, capsys):
     assert found["logprobs"][0] == {"token": ord("h"), "logprob": -0.5, "rank": 1, "top": [[ord("h"), -0.5]]}
 
 
+def test_explain(engines, capsys):
+    assert main(["generate", "say hi", "--drafter", "auto", "--explain"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "hi\n"
+    assert "12 rounds, now eagle3 3x4, 12 rows" in err
+    assert "time of a round: off by 5.0% in the median" in err
+    assert "14 changes of shape, the newest 12" in err
+    assert err.count("round 3: plain -> ngram x5 (trial)") == 12
+    assert main(["generate", "say hi", "--drafter", "ngram", "--explain"]) == 2
+    assert "drafter 'ngram' has none" in capsys.readouterr().err
+
+
 def test_logprobs_are_for_json(engines, capsys):
     assert main(["generate", "say hi", "--logprobs", "1"]) == 2
     assert "add --json" in capsys.readouterr().err

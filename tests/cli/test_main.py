@@ -109,7 +109,7 @@ def test_one_name_for_the_drafter():
         flags.EngineFlags().run_config("ngrm")
 
 
-@pytest.mark.parametrize("method", ["generate", "stream", "with_drafter", "describe", "reset"])
+@pytest.mark.parametrize("method", ["generate", "results", "stream", "with_drafter", "describe", "reset"])
 def test_the_fake_engine_has_the_real_ones_signatures(method, engines):
     fake = type(flags.load_engine(None, quiet=True))
     assert list(inspect.signature(getattr(fake, method)).parameters) == list(

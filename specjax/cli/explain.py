@@ -1,0 +1,39 @@
+"""What a planner expected of its rounds, what they were, and why it changed its mind."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SHOWN = 12  # newest changes of shape
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """`Planner.report` in words.
+
+    Args:
+        report: what `Engine.pilot.report()` returns.
+    """
+    found = [
+        f"planner: {report['rounds']} rounds, now {shape(report['shape'])}",
+        f"  time of a round: off by {report['time_error_median']:.1%} in the median",
+        f"  tokens of a round: off by {report['tokens_error_median']:.1%} in the median, "
+        f"{report['tokens_bias']:+.1%} in all",
+        f"  calibration error of acceptance: {report['calibration_error']:.3f}",
+        f"  spent on trials and shadow drafts: {1e3 * report['exploration_s']:.1f} ms (expected)",
+    ]
+    switches = report["switches"]
+    if len(switches) > SHOWN:
+        found.append(f"  {len(switches)} changes of shape, the newest {SHOWN}:")
+    found += [
+        f"  round {one['round']}: {shape(one['from'])} -> {shape(one['to'])} ({one['reason']})"
+        for one in switches[-SHOWN:]
+    ]
+    return found
+
+
+def shape(fields: Mapping[str, Any]) -> str:
+    """A draft shape in short: `none`, `ngram x5`, `eagle3 5x4, 16 rows`."""
+    if not fields["depth"]:
+        return "plain"
+    if fields["branching"] == 1:
+        return f"{fields['kind']} x{fields['depth']}"
+    return f"{fields['kind']} {fields['depth']}x{fields['branching']}, {fields['rows']} rows"
