@@ -133,7 +133,8 @@ class DrafterShape:
 
 # EAGLE-3 (arXiv 2503.01840): one layer on token and feature, three taps, a reduced vocabulary of 32,000. MTP: one layer
 # on token and hidden, the target's head. DFlash and DSpark: five layers over a block, five taps, the target's head;
-# DSpark adds a Markov head of rank 256. Lookup drafters have no weights.
+# DSpark adds a Markov head of rank 256, UBTree a bigram selector of about that size. P-EAGLE is EAGLE-3 in one pass. A
+# hybrid costs what its model does, for which EAGLE-3 stands. Lookup drafters have no weights.
 _DRAFTERS = (
     DrafterShape("ngram"),
     DrafterShape("suffix"),
@@ -141,6 +142,9 @@ _DRAFTERS = (
     DrafterShape("mtp", layers=1, joined=2),
     DrafterShape("dflash", layers=5, parallel=True, taps=5),
     DrafterShape("dspark", layers=5, parallel=True, taps=5, markov=256),
+    DrafterShape("peagle", layers=1, parallel=True, joined=2, taps=3, vocab=32000),
+    DrafterShape("ubtree", layers=5, parallel=True, taps=5, markov=256),
+    DrafterShape("hybrid", layers=1, joined=2, taps=3, vocab=32000),
 )
 DRAFTERS: Mapping[str, DrafterShape] = {shape.kind: shape for shape in _DRAFTERS}
 
