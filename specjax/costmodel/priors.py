@@ -46,9 +46,7 @@ PRIORS: Mapping[str, Prior] = {
     "dflash": Prior(
         (0.8, 0.79, 0.78, 0.77, 0.76, 0.75, 0.72, 0.7), 1.0, "Qwen3-4B, mean over tasks: 4.27 tokens a round"
     ),
-    "peagle": Prior(
-        (0.72, 0.68, 0.64, 0.6), 1.0, "as EAGLE-3, a little less with depth: later drafts see no earlier ones"
-    ),
+    "peagle": Prior((0.72, 0.68, 0.64, 0.6), 1.0, "as EAGLE-3, less with depth: drafts do not see each other"),
     "ubtree": Prior((0.8, 0.79, 0.78, 0.77, 0.76, 0.75, 0.72, 0.7), 1.0, "as DFlash, on whose backbone it stands"),
     "hybrid": Prior((0.74, 0.72, 0.71, 0.7, 0.69), 1.0, "as EAGLE-3, and a little more where text is copied"),
     "dspark": Prior((0.835,), 1.0, "Qwen3-4B, block 7, mean of eight tasks: 4.7 tokens a round"),
