@@ -186,18 +186,18 @@ def _cut(plan: Plan, matrix: Float[Array, "o i"]) -> tuple[Array, Array]:
     return tiles, scale.reshape(outputs, plan.rows)
 
 
-def product(plan: Plan, weights: Weights, layer: int, name: str, x: Float[Array, "N i"]) -> Float[Array, "N o"]:
+def product(plan: Plan, weights: Weights, layer: Array | int, name: str, x: Float[Array, "N i"]) -> Float[Array, "N o"]:
     """`x @ matrix.T` from the tiles, in x's dtype; `gate_up` gives gate and up behind each other."""
     matrix = plan.matrices[name]
     first = layer * plan.tiles + matrix.first
-    cut = jax.lax.slice_in_dim(weights.tiles, first, first + matrix.count).astype(x.dtype)
+    cut = jax.lax.dynamic_slice_in_dim(weights.tiles, first, matrix.count).astype(x.dtype)
     cut = cut.reshape(-1, 2 if name == "gate_up" else 1, matrix.inputs, plan.columns, plan.rows)
     x = jnp.pad(x, ((0, 0), (0, matrix.inputs * plan.columns - x.shape[1])))
     x = x.reshape(-1, matrix.inputs, plan.columns)
     y = jnp.einsum("nic,ohicr->nhor", x, cut, preferred_element_type=jnp.float32)
     if weights.scales is not None:
         row = layer * plan.scales["all"] + plan.scales[name]
-        scale = jax.lax.slice_in_dim(weights.scales, row, row + matrix.outputs)
+        scale = jax.lax.dynamic_slice_in_dim(weights.scales, row, matrix.outputs)
         y = y * scale.reshape(-1, cut.shape[1], plan.rows).transpose(1, 0, 2)
     y = y.astype(x.dtype)
     return y.reshape(*y.shape[:2], -1)[:, :, : matrix.size_out].reshape(len(x), -1)
