@@ -141,7 +141,8 @@ def run(job: Job, chip: Chip, folder: Path | None) -> dict[str, Any]:
         "vmem_bytes": job.vmem or None,
     }
     if job.kernel is None:
-        seconds = compiled.cost_analysis().get("optimal_seconds")
+        seconds = compiled.cost_analysis().get("optimal_seconds", 0)
+        seconds = seconds if seconds > 0 else None  # a negative sum is how it says that it does not know
         row |= {"compiler_us": _us(seconds), "roofline_us": _us(job.needed / chip.bandwidth / chip.cores)}
         return row
     if job.scalars:
