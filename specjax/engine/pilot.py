@@ -148,6 +148,10 @@ class Pilot:
         self._standing, self._since = following, now
         return state, emitted, verified
 
+    def report(self) -> dict[str, Any]:
+        """Predicted against actual, calibration, and changes of shape: see `Planner.report`."""
+        return self.planner.report()
+
     # ---------------------------------------------------------------- inside
 
     def _draft(

@@ -131,7 +131,7 @@ def test_an_engine_decodes_by_its_table(engine, table):
     plain = tables.engine(rows)
     expected = [plain.generate(prompt, p).token_ids for prompt, p in zip(prompts, each, strict=True)]
     assert [r.token_ids for r in engine.generate(prompts, each)] == expected
-    said = engine.pilot.planner.report()
+    said = engine.pilot.report()
     assert said["rounds"] > 10
     assert said["time_error_median"] >= 0
 
