@@ -17,7 +17,10 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         f"  time of a round: off by {report['time_error_median']:.1%} in the median",
         f"  tokens of a round: off by {report['tokens_error_median']:.1%} in the median, "
         f"{report['tokens_bias']:+.1%} in all",
-        f"  calibration error of acceptance: {report['calibration_error']:.3f}",
+        "  calibration error of acceptance: "
+        + (
+            ", ".join(f"{kind} {error:.3f}" for kind, error in report["calibration_error"].items()) or "nothing drafted"
+        ),
         f"  spent on trials and shadow drafts: {1e3 * report['exploration_s']:.1f} ms (expected)",
     ]
     switches = report["switches"]

@@ -90,7 +90,7 @@ class FakePilot:
             "time_error_median": 0.05,
             "tokens_error_median": 0.1,
             "tokens_bias": -0.02,
-            "calibration_error": 0.031,
+            "calibration_error": {"ngram": 0.031},
             "exploration_s": 0.002,
             "switches": [{"round": 3, "from": plain, "to": lookup, "reason": "trial"}] * 14,
         }

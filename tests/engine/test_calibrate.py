@@ -8,6 +8,7 @@ import pytest
 from support import tables, toy
 
 from specjax import config
+from specjax.cli import explain
 from specjax.config import ConfigError
 from specjax.draft import DraftShape
 from specjax.drafters.drafter_set import DrafterSet
@@ -134,6 +135,7 @@ def test_an_engine_decodes_by_its_table(engine, table):
     said = engine.pilot.report()
     assert said["rounds"] > 10
     assert said["time_error_median"] >= 0
+    assert explain.lines(said)[0].startswith(f"planner: {said['rounds']} rounds")
 
 
 def test_file_names_tell_set_ups_apart(wanted, tmp_path):
