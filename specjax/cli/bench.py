@@ -86,14 +86,14 @@ class Bench(flags.EngineFlags):
             engine = engines[drafter["drafter"]]
             drafter["candidate_head"] = _candidate_head(engine, texts)
             drafter["planner"] = None if engine.pilot is None else engine.pilot.report()
-        report.show(found)
-        for drafter in found["drafters"]:
-            if drafter["planner"] is not None:
-                print("\n".join(explain.lines(drafter["planner"])))
         if self.json is not None:
             report.write_json(found, Path(self.json))
         if self.plot is not None:
             report.write_plot(found, Path(self.plot))
+        report.show(found)
+        for drafter in found["drafters"]:
+            if drafter["planner"] is not None:
+                print("\n".join(explain.lines(drafter["planner"])))
         must_match = self.temperature == 0 and machine["dtype"] == "float32"
         return 1 if must_match and any(d["different_answers"] for d in found["drafters"]) else 0
 
