@@ -7,6 +7,7 @@ DRAFTER_PACKAGES := speculators==0.9.0 specforge==0.2.0 dflash==0.1.0
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 GOLDENS := .venv-goldens/.setup-done
+AOT_EXTRAS ?= tpu,cuda,aot
 AOT := .venv-aot/.setup-done
 CHIPS ?=
 MINUTES ?= 30
@@ -90,5 +91,5 @@ $(GOLDENS): Makefile
 $(AOT): pyproject.toml
 	$(PYTHON) -m venv .venv-aot
 	.venv-aot/bin/python -m pip install --quiet --upgrade pip
-	.venv-aot/bin/python -m pip install --quiet -e '.[tpu,cuda,aot]'
+	.venv-aot/bin/python -m pip install --quiet -e '.[$(AOT_EXTRAS)]'
 	@touch $@
