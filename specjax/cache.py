@@ -17,6 +17,13 @@ import jax.numpy as jnp
 from specjax.array_types import Array, Float, Int, pytree
 from specjax.draft import Rows
 
+BLOCK = 256  # slots that the reference attention reads at once
+
+
+def whole_blocks(slots: int) -> int:
+    """The slots of a dense row that holds at least `slots`."""
+    return -(-slots // BLOCK) * BLOCK
+
 
 @pytree
 class KVCache:

@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax import cache as kv
 from specjax.array_types import Array, Bool, Float, Int
-from specjax.cache import KVCache
+from specjax.cache import KVCache, whole_blocks
 from specjax.drafters.base import Context, Features
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.embedding import build_embedding, embed
@@ -25,8 +25,6 @@ from specjax.drafters.layers import apply, layer_params, norm, norm_weight, rota
 from specjax.pallas_kernels.tree_attention.op import attend
 from specjax.targets import rope
 from specjax.targets.layers import project
-
-SLOT_MULTIPLE = 256  # the reference attention reads whole blocks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +43,7 @@ class Backbone:
 
     def init_state(self, batch: int, capacity: int) -> KVCache:
         """Keys and values of the context, none yet."""
-        c, slots = self.config, -(-capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        c, slots = self.config, whole_blocks(capacity)
         return kv.init(c.num_layers, batch, c.num_kv_heads, slots, c.head_dim, jnp.dtype(self.dtype))
 
     def remember(self, params: Any, state: KVCache, request: Int[Array, " b"], features: Features) -> KVCache:

@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax.array_types import Array, Bool, Float, Int, pytree
-from specjax.cache import KVCache, init
+from specjax.cache import KVCache, init, whole_blocks
 from specjax.drafters.base import Context, Features
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.embedding import embed
 from specjax.drafters.layers import apply, attention_inputs, mlp, norm
 from specjax.pallas_kernels.tree_attention.op import attend
 from specjax.targets import rope
-
-SLOT_MULTIPLE = 256  # the reference attention reads whole blocks
 
 
 @pytree
@@ -67,7 +65,7 @@ class Causal(abc.ABC):
 
     def init_state(self, batch: int, capacity: int) -> KVCache:
         c = self.config
-        slots = -(-capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        slots = whole_blocks(capacity)
         return init(c.num_layers, batch, c.num_kv_heads, slots, c.head_dim, jnp.dtype(self.dtype))
 
     def take_in(self, params, cache: KVCache, tokens, condition, positions, committed) -> tuple[Array, Tile]:

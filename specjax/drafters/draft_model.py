@@ -14,12 +14,10 @@ import jax.numpy as jnp
 
 from specjax import sampling
 from specjax.array_types import Array, Int
-from specjax.cache import KVCache
+from specjax.cache import KVCache, whole_blocks
 from specjax.draft import Draft, DraftShape, Rows, chain, chunk
 from specjax.drafters.base import Context, Features
 from specjax.targets.decoder import Target
-
-SLOT_MULTIPLE = 256  # the reference attention reads whole blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +52,7 @@ class DraftModel:
         return DraftShape.chain(self.kind, self.num_speculative_tokens)
 
     def init_state(self, batch: int, capacity: int) -> KVCache:
-        slots = -(-capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        slots = whole_blocks(capacity)
         return self.model.init_cache(batch, slots, jnp.dtype(self.cache_dtype))
 
     def prefill(

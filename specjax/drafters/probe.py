@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.array_types import Array, Float, Int
-from specjax.cache import KVCache
+from specjax.cache import KVCache, whole_blocks
 from specjax.draft import chunk
 from specjax.drafters import learned
 from specjax.drafters.base import Context, Features
@@ -27,7 +27,6 @@ from specjax.targets.decoder import Target
 
 NEW, DRAFTS = 64, 4  # tokens of the target's text, and drafts from each of its positions
 CLEARLY, MORE = 3.0, 0.1  # standard errors, and accepted drafts a round, by which another wiring must be better
-SLOT_MULTIPLE = 256  # the reference attention reads whole blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +222,7 @@ def at_every_root(
 
 
 def _slots(tokens: int) -> int:
-    return -(-tokens // SLOT_MULTIPLE) * SLOT_MULTIPLE
+    return whole_blocks(tokens)
 
 
 def _depth(config: HeadConfig) -> int:

@@ -9,11 +9,10 @@ The low level is `submit` and `step`; `generate` and `stream` are loops over the
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
@@ -21,28 +20,22 @@ from specjax.config import RunConfig
 from specjax.costmodel.planner import Planner
 from specjax.costmodel.tables import Table
 from specjax.draft import PLAIN
-from specjax.drafters.base import Drafter, Features
+from specjax.drafters.base import Drafter
 from specjax.drafters.drafter_set import DrafterSet
-from specjax.engine import state as device
 from specjax.engine.accept import resolve_rule
+from specjax.engine.layout import MAX_BIAS, MAX_EOS, Layout
 from specjax.engine.pilot import Pilot
 from specjax.engine.prefill import Insertion
 from specjax.engine.programs import Programs
-from specjax.engine.request import Chunk, Request, Result, Timing, TokenLogprob
+from specjax.engine.prompt import Prompt, encode, is_single
+from specjax.engine.request import Chunk, Request, Result, Timing, logprob_entries
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.state import FINISH_REASON, RUNNING, Emitted, State
 from specjax.engine.step import Stage
-from specjax.engine.text import TextStream
+from specjax.engine.text import NoText, TextStream
 from specjax.pallas_kernels import dispatch
 from specjax.sampling import SamplingParams
 from specjax.targets.decoder import Target, check_taps
-
-SLOT_MULTIPLE = 256  # a dense row's slots: whole blocks of the reference attention
-SMALL_CHUNK = 32  # prefill rows of the last, partly filled chunks
-MAX_EOS = 16
-MAX_BIAS = 300
-
-Prompt = str | Sequence[int] | Sequence[dict]
 
 
 class Engine:
@@ -91,15 +84,16 @@ class Engine:
         check_taps(target.config, taps)
         dispatch.backends("tree_attention", config.kernels, jax.default_backend())  # refuses what there is not
         stage = Stage(target=target, drafter=drafter, shape=shape, rule=rule, taps=taps, kernels=config.kernels)
-        sizes = _prefill_sizes(config.prefill_chunk)
-        self.programs = Programs(stage, config.batch, sizes, config.device_rounds, lambda: self._initial_state(stage))
-        self._capacity = config.context + max(shape.rows, sizes[-1])
-        if config.page_size is None:
-            self._row_pages, self._page_slots = 1, -(-self._capacity // SLOT_MULTIPLE) * SLOT_MULTIPLE
-        else:
-            self._page_slots = config.page_size
-            self._row_pages = -(-(config.context + shape.rows) // config.page_size)
-        self.scheduler = Scheduler(config.batch, config.page_size, self._row_pages)
+        self.layout = layout = Layout(config, shape.rows)
+        dtype = jax.tree.leaves(params)[0].dtype
+        self.programs = Programs(
+            stage,
+            config.batch,
+            layout.prefill_sizes,
+            config.device_rounds,
+            lambda: layout.initial_state(stage, dtype),
+        )
+        self.scheduler = Scheduler(config.batch, config.page_size, layout.row_pages)
         self._texts: dict[int, TextStream] = {}
         self._mail: dict[int, deque[tuple[int, Chunk]]] = {}
         self._submitted = 0
@@ -137,23 +131,7 @@ class Engine:
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Prompt ids: messages and plain text go through the chat template, `raw` text and ids do not."""
-        if not isinstance(prompt, str | Sequence | np.ndarray) or isinstance(prompt, bytes | bytearray):
-            raise ValueError(f"a prompt is text, a list of messages or token ids, got {type(prompt).__name__}")
-        if not isinstance(prompt, str) and all(_is_id(token) for token in prompt):
-            return [int(token) for token in prompt]
-        if self.tokenizer is None:
-            raise ValueError("this engine has no tokenizer: give prompts as token ids")
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("the prompt is empty")
-            if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-                raise ValueError("the prompt is not valid Unicode: it holds half of a surrogate pair")
-            if raw:
-                return self.tokenizer.encode(prompt)
-            prompt = [{"role": "user", "content": prompt}]
-        if not all(isinstance(message, Mapping) for message in prompt):
-            raise ValueError("a prompt is text, a list of messages or token ids; this list holds something else")
-        return self.tokenizer.encode_chat(prompt)
+        return encode(self.tokenizer, prompt, raw)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> int:
         """Queue a request; returns its id.
@@ -241,7 +219,7 @@ class Engine:
             params: sampling parameters, one for all or one each.
             raw: text is not put through the chat template.
         """
-        single = _is_single(prompts)
+        single = is_single(prompts)
         batch: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         found = list(self.results(batch, params, raw=raw))
         return found[0] if single else found
@@ -425,7 +403,7 @@ class Engine:
         request.token_ids += kept
         request.text += delta.text
         if request.params.logprobs is not None:
-            request.logprobs += _logprobs(emitted, index, kept, request.params.logprobs)
+            request.logprobs += logprob_entries(emitted, index, kept, request.params.logprobs)
         if drafted is None:
             request.first_token = now
         else:
@@ -485,7 +463,7 @@ class Engine:
         return np.array(ids + [-1] * (MAX_EOS - len(ids)), np.int32)
 
     def _insertion(self, request: Request, limit: int, pages: np.ndarray | None) -> Insertion:
-        tokens = np.zeros((self._capacity,), np.int32)
+        tokens = np.zeros((self.layout.capacity,), np.int32)
         tokens[: len(request.prompt)] = request.prompt
         params = request.params
         if params.seed is None and self.config.seed is not None:
@@ -508,13 +486,13 @@ class Engine:
         """Shapes and dtypes of a real insertion, for warm-up and measurements; with pages of its own for a `row`."""
         pages = None
         if self.config.page_size is not None:
-            own = np.arange(self._row_pages, dtype=np.int32) + 1
-            pages = np.zeros_like(own) if row is None else own + row * self._row_pages
+            own = np.arange(self.layout.row_pages, dtype=np.int32) + 1
+            pages = np.zeros_like(own) if row is None else own + row * self.layout.row_pages
         return self._insertion(Request(prompt=[0], params=SamplingParams(seed=0), index=0), 1, pages)
 
     def _text_stream(self, params: SamplingParams) -> TextStream:
         if self.tokenizer is None:
-            return TextStream(_NoText())
+            return TextStream(NoText())
         return TextStream(
             self.tokenizer.backend,
             params.stop,
@@ -522,72 +500,3 @@ class Engine:
             min_tokens=params.min_tokens,
             stop_token_ids=params.stop_token_ids,
         )
-
-    def _initial_state(self, stage: Stage) -> State:
-        config, batch = self.config, self.config.batch
-        dtype = jax.tree.leaves(self.params["target"])[0].dtype
-        table, pages = None, batch
-        if config.page_size is not None:
-            table, pages = jnp.zeros((batch, self._row_pages), jnp.int32), 1 + batch * self._row_pages
-        features = None  # a set of drafters keeps them itself
-        hidden = stage.drafter is not None and stage.drafter.wants_hidden
-        if (stage.taps or hidden) and not isinstance(stage.drafter, DrafterSet):
-            steps, width = stage.shape.depth + 1, self.target.config.hidden_size
-            features = Features(
-                positions=jnp.zeros((batch, steps), jnp.int32),
-                count=jnp.zeros((batch,), jnp.int32),
-                hidden=jnp.zeros((batch, steps, width), dtype) if hidden else None,
-                taps=jnp.zeros((batch, steps, len(stage.taps) * width), dtype) if stage.taps else None,
-            )
-        rows, vocab = stage.shape.rows, self.target.config.vocab_size
-        sampled = config.draft_sampling == "sampled"
-        return device.init(
-            cache=self.target.init_cache(pages, self._page_slots, dtype, table),
-            batch=batch,
-            capacity=self._capacity,
-            rows=rows,
-            sampling=sampling.neutral(batch, MAX_BIAS),
-            max_eos=MAX_EOS,
-            features=features,
-            drafter=stage.drafter.init_state(batch, self._capacity) if stage.drafter is not None else (),
-            draft_q=jnp.zeros((batch, rows, vocab), jnp.float32) if sampled else None,
-        )
-
-
-class _NoText:
-    """Stands in where an engine has no tokenizer."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        del ids, skip_special_tokens
-        return ""
-
-
-def _prefill_sizes(largest: int) -> tuple[int, ...]:
-    return (SMALL_CHUNK, largest) if largest > SMALL_CHUNK else (largest,)
-
-
-def _is_single(prompts: Any) -> bool:
-    """Whether this is one prompt: text, ids, or messages."""
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes | bytearray):
-        return True  # and refused by what reads it
-    return len(prompts) > 0 and (_is_id(prompts[0]) or isinstance(prompts[0], Mapping))
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _logprobs(emitted: Emitted, index: int, tokens: list[int], top: int) -> list[TokenLogprob]:
-    """Entries of the kept tokens: the `top` best, and the chosen one behind them if it is not among them."""
-    lp = emitted.logprobs
-    assert lp is not None
-    entries = []
-    for i, token in enumerate(tokens):
-        chosen = float(lp.chosen[index, i])
-        best = [(int(t), float(x)) for t, x in zip(lp.top_tokens[index, i][:top], lp.top[index, i][:top], strict=True)]
-        if token not in (t for t, _ in best):
-            best.append((token, chosen))
-        entries.append(TokenLogprob(token=token, logprob=chosen, rank=int(lp.rank[index, i]), top=tuple(best)))
-    return entries

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from specjax.engine.state import Emitted
 from specjax.sampling import SamplingParams
 
 
@@ -148,3 +149,17 @@ class Request:
     started: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
+
+
+def logprob_entries(emitted: Emitted, index: int, tokens: list[int], top: int) -> list[TokenLogprob]:
+    """Entries of the kept tokens: the `top` best, and the chosen one behind them if it is not among them."""
+    lp = emitted.logprobs
+    assert lp is not None
+    entries = []
+    for i, token in enumerate(tokens):
+        chosen = float(lp.chosen[index, i])
+        best = [(int(t), float(x)) for t, x in zip(lp.top_tokens[index, i][:top], lp.top[index, i][:top], strict=True)]
+        if token not in (t for t, _ in best):
+            best.append((token, chosen))
+        entries.append(TokenLogprob(token=token, logprob=chosen, rank=int(lp.rank[index, i]), top=tuple(best)))
+    return entries

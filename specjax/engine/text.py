@@ -137,3 +137,11 @@ class _Pieces:
 def _overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that begin `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class NoText:
+    """Stands in where an engine has no tokenizer."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        del ids, skip_special_tokens
+        return ""

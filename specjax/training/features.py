@@ -18,11 +18,11 @@ import ml_dtypes
 import numpy as np
 
 from specjax.array_types import Array, Float, pytree
+from specjax.cache import whole_blocks
 from specjax.draft import WORD_BITS, Rows, words
 from specjax.targets.decoder import Target
 from specjax.training.packing import Batch, Packed
 
-SLOT_MULTIPLE = 256  # the reference attention reads whole blocks
 MANIFEST = "manifest.json"
 
 
@@ -59,7 +59,7 @@ def capture(target: Target, taps: tuple[int, ...], params: Any, batch: Batch) ->
         starts=jnp.arange(count + 1, dtype=jnp.int32) * length,
         width=length,
     )
-    slots = -(-length // SLOT_MULTIPLE) * SLOT_MULTIPLE
+    slots = whole_blocks(length)
     dtype = jax.tree.leaves(params)[0].dtype
     cache = target.init_cache(count, slots, dtype)
     out = target.forward(params, rows, cache, jnp.zeros((count,), jnp.int32), taps)
