@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import thresholds
 
 from specjax import draft as trees
 from specjax.verify.block import block
@@ -12,32 +13,8 @@ from specjax.verify.chain import chain, stop_at
 RULE = jax.jit(block)
 
 
-def cases(exact, p, q, depth, length, point=False):
-    """Every chain draft of `depth` with the thresholds of block verification (in float64, factor by factor)."""
-    parents = list(range(-1, depth))
-    vocab, last = len(p[()]), length - 1
-    for probability, tokens in exact.every_draft(q, parents):
-        at = exact.prefixes(parents, tokens)
-        node_q = [np.eye(vocab)[tokens[min(i + 1, depth)]] if point else q[at[i]] for i in range(depth + 1)]
-        prefix, cuts, weights = 1.0, [[]], []
-        for node in range(last + 1):
-            rest = np.maximum(prefix * p[at[node]] - node_q[node], 0)
-            if node == last:
-                passes, weights = prefix, [*weights, p[at[node]]]
-            else:
-                passes = 1.0 if prefix >= 1 else rest.sum() / (rest.sum() + 1 - prefix)
-                weights.append(rest if rest.sum() > 0 else p[at[node]])
-                x = tokens[node + 1]
-                prefix = min(1.0, prefix * p[at[node]][x] / node_q[node][x])
-            if node:
-                cuts.append([passes])
-        cuts += [[]] * (depth - last)
-        stacked = None if point else np.stack([q[x] for x in at])
-        yield exact.Case(probability, tokens, np.stack([p[x] for x in at]), stacked, cuts, weights, length)
-
-
 def law(exact, rule, p, q, depth, length=None, point=False):
-    listed = list(cases(exact, p, q, depth, length or depth + 1, point))
+    listed = list(thresholds.block(p, q, depth, length or depth + 1, point))
     return exact.judge(rule, list(range(-1, depth)), listed, exact.sampled_variables, exact.sampled_place)
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import thresholds
 
 from specjax import draft as trees
 from specjax import sampling
@@ -14,27 +15,8 @@ from specjax.verify.chain import chain
 RULE = jax.jit(chain)
 
 
-def cases(exact, p, q, depth, length, point=False):
-    """Every chain draft of `depth` with the thresholds of chain rejection; `point`: every token, as a point mass."""
-    parents = list(range(-1, depth))
-    vocab = len(p[()])
-    for probability, tokens in exact.every_draft(q, parents):
-        at = exact.prefixes(parents, tokens)
-        cuts, weights = [[]], []
-        for node in range(depth):
-            x = tokens[node + 1]
-            here_q = np.eye(vocab)[x] if point else q[at[node]]
-            cuts.append([p[at[node]][x] / here_q[x]])
-            rest = np.maximum(p[at[node]] - here_q, 0)
-            weights.append(rest if rest.sum() > 0 else p[at[node]])
-            weights.append(p[at[node]])
-        weights.append(p[at[depth]])
-        node_q = None if point else np.stack([q[prefix] for prefix in at])
-        yield exact.Case(probability, tokens, np.stack([p[x] for x in at]), node_q, cuts, weights, length)
-
-
 def law(exact, rule, p, q, depth, length=None, point=False):
-    listed = list(cases(exact, p, q, depth, length or depth + 1, point))
+    listed = list(thresholds.chain(p, q, depth, length or depth + 1, point))
     return exact.judge(rule, list(range(-1, depth)), listed, exact.sampled_variables, exact.sampled_place)
 
 

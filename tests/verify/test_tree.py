@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import thresholds
 
 from specjax import draft as trees
 from specjax import sampling
@@ -37,7 +38,8 @@ def fixed_law(exact, rule, p, parents, tokens, length=None, sampled=True):
     """The law of `rule` on one deterministic tree; `sampled`: the rule tests nodes, else it draws once a depth."""
     at = exact.prefixes(parents, tokens)
     node_p = np.stack([p[prefix] for prefix in at])
-    case = exact.Case(1.0, tokens, node_p, None, *thresholds(parents, tokens, node_p, None), length or len(tokens))
+    cuts, left = thresholds.siblings(parents, tokens, node_p, None)
+    case = exact.Case(1.0, tokens, node_p, None, cuts, left, length or len(tokens))
     if sampled:
         return exact.judge(rule, parents, [case], exact.sampled_variables, exact.sampled_place)
     level = np.array(depths(parents))
@@ -49,33 +51,9 @@ def fixed_law(exact, rule, p, parents, tokens, length=None, sampled=True):
     return exact.judge(rule, parents, [case], variables, lambda points: (0 * points[:, level], points[:, level]))
 
 
-def thresholds(parents, tokens, p, q):
-    """Thresholds of recursive rejection at each node, and every distribution left on the way (float64)."""
-    cuts, left = [[] for _ in parents], []
-    for node in range(len(parents)):
-        r = p[node].astype(np.float64)
-        mine = np.zeros_like(r) if q is None else q[node].astype(np.float64)
-        left.append(r)
-        for child in (j for j in range(len(parents)) if parents[j] == node):
-            y = tokens[child]
-            drawn_from = mine if mine[y] > 0 else np.eye(len(r))[y]
-            cuts[child] = [r[y] / drawn_from[y]]
-            rest = np.maximum(r - drawn_from, 0)
-            r = rest / rest.sum() if rest.sum() > 0 else r
-            mine = np.where(np.arange(len(r)) == y, 0, mine)
-            mine = mine / mine.sum() if mine.sum() > 0 else mine
-            left.append(r)
-    return cuts, left
-
-
 def sampled_law(exact, rule, p, q, parents, length=None):
     """The law of `rule` on trees whose siblings are drawn from `q` without replacement."""
-    cases = []
-    for probability, tokens in exact.every_draft(q, parents):
-        at = exact.prefixes(parents, tokens)
-        node_p, node_q = (np.stack([table[prefix] for prefix in at]) for table in (p, q))
-        cuts, left = thresholds(parents, tokens, node_p, node_q)
-        cases.append(exact.Case(probability, tokens, node_p, node_q, cuts, left, length or len(parents)))
+    cases = list(thresholds.recursive(p, q, parents, length))
     return exact.judge(rule, parents, cases, exact.sampled_variables, exact.sampled_place)
 
 
