@@ -206,7 +206,7 @@ def draw(plans: list["Plan"], title: str, path: str) -> None:
 
     from specjax.costmodel.tables import replacing
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
     batches = [made.batch for made in plans]
     shapes = [o.shape for o in sorted(plans[0].outlooks, key=lambda o: (o.shape.kind, o.shape.rows)) if o.shape.depth]
@@ -223,6 +223,6 @@ def draw(plans: list["Plan"], title: str, path: str) -> None:
     axes.set_xlabel("requests")
     axes.set_ylabel("tokens/s over plain decoding")
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=7, ncols=2)
+    figure.legend(fontsize=7, loc="outside right upper")
     with replacing(Path(path)) as part:
         figure.savefig(part, format=Path(path).suffix.removeprefix(".") or "png", dpi=90)

@@ -45,8 +45,10 @@ class Acceptance:
         keys = list(dict.fromkeys(_curve(shape) for shape in self.shapes))
         self.curve = {shape: keys.index(_curve(shape)) for shape in self.shapes}
         self.outlines = {shape: outline(shape, priors[shape.kind]) for shape in self.shapes}
+        deepest = max((shape.depth for shape in self.shapes), default=1)
+        self._kept = {shape: _kept(made, deepest) for shape, made in self.outlines.items()}
         self.kind = np.array([kinds.index(key[0]) for key in keys], int)
-        self.depth = max((shape.depth for shape in self.shapes), default=1)
+        self.depth = deepest
         buckets = len(TEMPERATURES) + 1
         prior = np.full((len(keys), buckets, self.depth), 0.5)
         for shape in self.shapes:
@@ -84,9 +86,10 @@ class Acceptance:
     # ---------------------------------------------------------------- estimates
 
     def rates(self, rows: np.ndarray, *, optimism: float = 0.0) -> np.ndarray:
-        """Conditional acceptance `[curve, request, depth]`; `optimism` adds that many standard deviations.
+        """Conditional acceptance `[depth, curve, request]`; `optimism` adds that many standard deviations.
 
-        The deviation is of the shared curve: what a request deviates by is part of the estimate.
+        The deviation is of the shared curve: what a request deviates by is part of the estimate. Requests stand last,
+        as there are most of them: the arithmetic of a decision runs along them.
         """
         rates = self._curves()
         if optimism:
@@ -95,7 +98,10 @@ class Acceptance:
         spread = (self._spread[:, 0] + SPREAD_WEIGHT * SPREAD) / (self._spread[:, 1] + SPREAD_WEIGHT)
         own = self._request[:, rows]
         shift = own[..., 0] / (own[..., 1] + 1 / np.maximum(spread, EDGE)[:, None])
-        return _shifted(rates[:, self._bucket[rows]], np.exp(shift)[self.kind][:, :, None])
+        buckets = self._bucket[rows]
+        alike = len(buckets) > 0 and (buckets == buckets[0]).all()  # the rule: then nothing has to be gathered
+        rates = (rates[:, buckets[:1]] if alike else rates[:, buckets]).transpose(2, 0, 1)
+        return _shifted(rates, np.exp(shift)[self.kind])
 
     def live(self, rows: np.ndarray) -> np.ndarray:
         """Chance that a drafter proposes anything, `[curve, request]`."""
@@ -124,7 +130,7 @@ class Acceptance:
             drafts: drafted nodes of each that were verified; 0 where the drafter had nothing.
             accepted: tokens of each that were accepted, the target's own not counted.
         """
-        curve, made = self.curve[shape], self.outlines[shape]
+        curve = self.curve[shape]
         kind = self.kind[curve]
         proposed = drafts > 0
         self._live[kind] += [proposed.sum(), len(rows)]
@@ -135,9 +141,9 @@ class Acceptance:
             return
         rows, drafts, accepted = rows[proposed], drafts[proposed], accepted[proposed]
         bucket = self._bucket[rows]
-        predicted = self.rates(rows)[curve]
+        predicted = self.rates(rows)[:, curve].T
         shared = self._curves()[curve][bucket]
-        hits, trials = _outcomes(made, shape, drafts, accepted, self.depth)
+        hits, trials = _outcomes(self._kept[shape], drafts, accepted)
         np.add.at(self._hits[curve], bucket, hits)
         np.add.at(self._trials[curve], bucket, trials)
         keep = ENOUGH / np.maximum(self._trials[curve], ENOUGH)
@@ -173,22 +179,20 @@ def _curve(shape: DraftShape) -> tuple:
     return (shape.kind,) if shape.is_chain else (shape.kind, shape.depth, shape.branching, shape.rows)
 
 
-def _outcomes(
-    made: Outline, shape: DraftShape, drafts: np.ndarray, accepted: np.ndarray, depth: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _outcomes(kept: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Hits and exposures by depth `[request, depth]` of rounds that verified the first `drafts` nodes of an outline.
 
     A depth is exposed once if the depth above was accepted. Of a tree that was cut, the nodes that were kept are more
     or less fertile than the whole depth: the exposure is what they hold of this depth over what they hold of the last.
     """
-    level = np.arange(1, depth + 1)
-    kept = _kept(made, shape, depth)[np.minimum(drafts, len(made.shares))]
-    above = np.concatenate([np.ones((len(kept), 1)), kept[:, :-1]], axis=1)
-    exposure = np.where(level <= accepted[:, None] + 1, kept / np.maximum(above, EDGE), 0.0)
+    level = np.arange(1, kept.shape[1] + 1)
+    held = kept[np.minimum(drafts, len(kept) - 1)]
+    above = np.concatenate([np.ones((len(held), 1)), held[:, :-1]], axis=1)
+    exposure = np.where(level <= accepted[:, None] + 1, held / np.maximum(above, EDGE), 0.0)
     return (level <= accepted[:, None]).astype(float), exposure
 
 
-def _kept(made: Outline, shape: DraftShape, depth: int) -> np.ndarray:
+def _kept(made: Outline, depth: int) -> np.ndarray:
     """Share of each depth's chance that the first n nodes hold `[n, depth]`, n from 0 to all."""
     kept = np.zeros((len(made.shares) + 1, depth))
     np.add.at(kept, (np.arange(1, len(made.shares) + 1), made.depths - 1), made.shares)
@@ -204,13 +208,14 @@ def _tally(hits: np.ndarray, trials: np.ndarray, expected: np.ndarray) -> np.nda
 
 def _odds_ratio(tally: np.ndarray, weight: float) -> np.ndarray:
     """Observed odds over expected odds, both shrunk as if `weight` hits and misses had gone as expected."""
-    hits, misses, more, less = (np.maximum(tally[..., i], 0.0) for i in range(4))
-    return (hits + weight) / (more + weight) * (less + weight) / (misses + weight)
+    sums = np.maximum(tally, 0.0) + weight  # hits, misses, expected hits, expected misses
+    return sums[..., 0] * sums[..., 3] / (sums[..., 1] * sums[..., 2])
 
 
 def _shifted(rates: np.ndarray, odds: np.ndarray) -> np.ndarray:
     """Rates whose odds are multiplied."""
-    return rates * odds / (1 + rates * (odds - 1))
+    raised = rates * odds
+    return raised / (1 - rates + raised)
 
 
 def _inside(rates: np.ndarray) -> np.ndarray:

@@ -11,8 +11,15 @@ _CHAINS = {
     "mtp": (1, 2, 3),
     "dflash": (3, 7, 15),
     "dspark": (3, 5, 7),
+    "peagle": (3, 5, 7),
+    "ubtree": (3, 7),
+    "hybrid": (3, 5),
 }
-_TREES = {"eagle3": ((3, 4, 8), (5, 4, 16), (7, 4, 32))}  # depth, branching, rows with the root
+_TREES = {  # depth, branching, rows with the root
+    "eagle3": ((3, 4, 8), (5, 4, 16), (7, 4, 32)),
+    "ubtree": ((7, 4, 16), (7, 4, 32)),
+    "hybrid": ((3, 4, 8), (5, 4, 16), (7, 4, 32)),
+}
 
 
 def shapes(kinds: Iterable[str]) -> tuple[DraftShape, ...]:

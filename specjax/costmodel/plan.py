@@ -102,7 +102,7 @@ def plan(
     acceptance = Acceptance(drafted, 1, priors)
     acceptance.start(0, temperature)
     row = np.zeros(1, int)
-    levels, live = np.cumprod(acceptance.rates(row)[:, 0], axis=1), acceptance.live(row)[:, 0]
+    levels, live = np.cumprod(acceptance.rates(row)[..., 0], axis=0).T, acceptance.live(row)[:, 0]
     found = []
     for shape in dict.fromkeys((PLAIN, *drafted)):
         bare = float(table.round_time(shape, batch, batch, context))

@@ -45,7 +45,7 @@ class Decision:
         reason: `best`; `trial`, to learn; `sure`, the best of what surely gains, as the engine is behind plain; `stay`,
             where another is better but not yet by what the change costs.
         shadow: a shape to draft beside a plain round, unverified: the tokens that come anyway tell its acceptance.
-        runner_up: the next best shape, and its rate.
+        runner_up: the next best shape, and its rate; for a trial the best one.
     """
 
     shape: DraftShape
@@ -99,6 +99,15 @@ class Planner:
         self._curve = np.array([self.acceptance.curve[s] for s in drafted], int)
         self._deepest = np.array([s.depth for s in drafted], int) - 1
         self._rows = np.array([s.rows for s in self.menu])
+        # Nodes of every shape, side by side: depth (from 0) and share of its depth; a share of 0 where there is none.
+        self._nodes_depth = np.zeros((len(self.menu), max(self._rows)), int)
+        self._nodes_share = np.zeros(self._nodes_depth.shape)
+        for index, made in enumerate((self.acceptance.outlines[s] for s in drafted), 1):
+            self._nodes_depth[index, : len(made.depths)] = made.depths - 1
+            self._nodes_share[index, : len(made.depths)] = made.shares
+        self._of = np.concatenate([[0], self._curve]).astype(int)  # curve of each shape; plain's is not used
+        self._index = np.arange(len(self.menu))
+        self._layouts: dict[int, tuple[np.ndarray, ...]] = {}
         self._missed = dict.fromkeys({s.kind for s in drafted}, 0.0)
         self._purse: float | None = None
         self._before: DraftShape | None = None  # the shape before a trial: the way back to it is paid for
@@ -107,7 +116,7 @@ class Planner:
         self._ahead = 0.0  # tokens more than plain would have made, a request
         self._lost = 0.0  # seconds that a change of shape would have saved so far
         self._errors: collections.deque = collections.deque(maxlen=HISTORY)
-        self.spent = 0.0  # seconds that trials and shadows were expected to cost
+        self.spent = 0.0  # seconds that trials and shadow drafts have cost
 
     def start(self, row: int, temperature: float = 0.0) -> None:
         """A new request decodes in a row of the batch."""
@@ -134,7 +143,8 @@ class Planner:
             if isinstance(trial, DraftShape):
                 return self._decision(view, choice, plain, reason, second, shadow=trial)
             if trial is not None:
-                choice, reason = trial, "trial"
+                # What the trial loses against the shape that it keeps from running is known when the round is over.
+                second, choice, reason = (choice.index, choice.rate), trial, "trial"
         return self._decision(view, choice, plain, reason, second)
 
     def fit(self, decision: Decision, rows: np.ndarray, live: np.ndarray, context: float) -> tuple[int, np.ndarray]:
@@ -155,7 +165,7 @@ class Planner:
         if decision.shape.depth == 0 or not live.any():
             return int(counts[quote.least]), np.ones(len(rows), int)
         index = self.menu.index(decision.shape)
-        chances = self._nodes(decision.shape, self._levels(rows))
+        chances = self._nodes(index, self._levels(rows))
         chances = np.where(np.arange(chances.shape[1]) < live[:, None], chances, 0.0)
         needed = np.searchsorted(counts, len(rows) + live.sum())
         usable = np.arange(quote.least, min(needed, len(counts) - 1) + 1)
@@ -203,8 +213,9 @@ class Planner:
         self.rounds += 1
         self.acceptance.age()
         self.prices.age()
-        paid = seconds - self.extra(decision, len(rows), context)
-        self.prices.observe(index, place, quote.draft[index] + quote.verify[place], max(paid, 0.1 * seconds))
+        extra = self.extra(decision, len(rows), context)
+        paid = max(seconds - extra, 0.1 * seconds)
+        self.prices.observe(index, place, quote.draft[index] + quote.verify[place], paid)
         if decision.shape.depth:
             self.acceptance.observe(decision.shape, rows, drafts, accepted)
         for kind in self._missed:
@@ -215,16 +226,19 @@ class Planner:
         plain = self.prices.seconds(quote)[0, quote.least]
         self._ahead = min(self._ahead + tokens / len(rows) - seconds / plain, OPENING)
         self._errors.append((decision.seconds, seconds, decision.tokens, tokens))
-        if decision.reason != "trial":
+        if decision.reason == "trial":
+            self._before = self.current if self._before is None else self._before
+            lost = seconds - tokens / decision.runner_up[1] if decision.runner_up else 0.0
+        else:  # a shadow draft, and the way back from a trial
+            lost = extra if decision.shadow is not None or self._before is not None else 0.0
             self._before = None
-        elif self._before is None:
-            self._before = self.current
+        self.spent += lost
         if self._trying is not None:
             self._left -= 1
             self._trying = self._trying if self._left > 0 else None
         if self._purse is not None:
             early = self.rounds < EARLY_ROUNDS and self._ahead > 0
-            self._purse = min(self._purse + (PURSE + EARLY * early) * seconds, 10 * OPENING * plain)
+            self._purse = min(self._purse + (PURSE + EARLY * early) * seconds - lost, 10 * OPENING * plain)
         if decision.shape != self.current:
             self._lost = 0.0
             self.switches.append((self.rounds, self.current, decision.shape, decision.reason))
@@ -256,19 +270,34 @@ class Planner:
     # ---------------------------------------------------------------- inside
 
     def _levels(self, rows: np.ndarray, live: np.ndarray | None = None, *, optimism: float = 0.0) -> np.ndarray:
-        """Chance that the accepted path reaches each depth `[curve, request, depth]`; without `live`: given a draft."""
-        reached = np.cumprod(self.acceptance.rates(rows, optimism=optimism), axis=-1)
-        return reached if live is None else reached * live[..., None]
+        """Chance that the accepted path reaches each depth `[depth, curve, request]`; without `live`: given a draft."""
+        rates = self.acceptance.rates(rows, optimism=optimism)
+        reached = np.empty_like(rates)
+        chance = 1.0 if live is None else live
+        for depth, rate in enumerate(rates):  # faster than `cumprod`, which goes one number after another
+            chance = np.multiply(chance, rate, out=reached[depth])
+        return reached
 
-    def _nodes(self, shape: DraftShape, levels: np.ndarray) -> np.ndarray:
-        """Chance of each node `[request, node]` of a drafted shape."""
-        made = self.acceptance.outlines[shape]
-        return levels[self.acceptance.curve[shape]][:, made.depths - 1] * made.shares
+    def _nodes(self, index: int, levels: np.ndarray) -> np.ndarray:
+        """Chance of each node `[request, node]` of a drafted shape of the menu."""
+        count = self._rows[index] - 1
+        chances = levels[self._nodes_depth[index, :count], self._of[index]]
+        return (chances * self._nodes_share[index, :count, None]).T
+
+    def _layout(self, live: int) -> tuple[np.ndarray, ...]:
+        """For a number of requests: the pass that holds each whole shape; nodes a request of each pass, and a part."""
+        if live not in self._layouts:
+            counts = self.prices.counts
+            full = np.minimum(np.searchsorted(counts, live * self._rows), len(counts) - 1)
+            most = live * (self._nodes_share.shape[1] - 1)
+            nodes, rest = np.divmod(np.clip(counts - live, 0, most), live)
+            self._layouts[live] = full, nodes, rest / live
+        return self._layouts[live]
 
     def _totals(self, levels: np.ndarray) -> np.ndarray:
         """Expected accepted drafts of each shape, whole, over all requests."""
-        sums = np.cumsum(levels.sum(axis=1), axis=1)
-        return np.concatenate([[0.0], sums[self._curve, self._deepest]])
+        sums = np.cumsum(levels.sum(axis=-1), axis=0)
+        return np.concatenate([[0.0], sums[self._deepest, self._curve]])
 
     def _entry(self, shape: DraftShape) -> float:
         """Seconds to take up a shape: the switch, and what its drafter has to catch up on."""
@@ -348,13 +377,9 @@ class Planner:
             # How long it takes is known; whether it is accepted can be seen beside a plain round.
             shadow = self._shadow_cost(shape, quote)
             if shadow < price and shadow <= self._purse:
-                self._purse -= shadow
-                self.spent += shadow
                 return shape
         if price > self._purse:
             return None
-        self._purse -= price
-        self.spent += price
         self._trying, self._left = (found.index, found.place), length
         return found
 
@@ -376,7 +401,7 @@ class Planner:
         shape = self.menu[choice.index]
         total = int(self.prices.counts[choice.place])
         if shape.depth:
-            budgets = allocate.budgets(self._nodes(shape, view.levels), total)
+            budgets = allocate.budgets(self._nodes(choice.index, view.levels), total)
         else:
             budgets = np.ones(len(view.rows), int)
         return Decision(
@@ -430,16 +455,21 @@ class _View:
     ):
         self.planner, self.rows, self.quote, self.seconds, self.proposing = planner, rows, quote, seconds, proposing
         self.levels = levels = planner._levels(rows, proposing, optimism=optimism)
-        prices = planner.prices
         self.totals = planner._totals(levels)
-        self.full = np.minimum(np.searchsorted(prices.counts, len(rows) * planner._rows), len(prices.counts) - 1)
+        self.full, nodes, part = planner._layout(len(rows))
         # A drafter that often has nothing to propose mostly runs a plain pass: its time is the mean of both.
-        live = proposing.mean(axis=1)
-        self.live = np.concatenate([[1.0], live[planner._curve]])
-        spare = np.maximum(prices.counts - len(rows), 0)
-        times = self.time(np.arange(len(planner.menu))[:, None], np.arange(len(prices.counts)))
-        self.whole = (len(rows) + self.totals) / times[np.arange(len(times)), self.full]
-        self.bounds = np.max((len(rows) + np.minimum(self.totals[:, None], spare)) / times, axis=1)
+        self.live = np.ones(len(planner.menu))
+        self.live[1:] = (proposing.sum(axis=1) / len(rows))[planner._curve]
+        bare = seconds[:, quote.least]
+        times = self.live[:, None] * seconds + ((1 - self.live) * bare)[:, None]
+        # No set of nodes beats one that takes the best request's chances for all: exact where requests are alike.
+        caps = np.zeros((len(times), planner._nodes_share.shape[1] + 1))
+        if levels.size:
+            peaks = levels.max(axis=-1)[planner._nodes_depth, planner._of[:, None]] * planner._nodes_share
+            np.cumsum(peaks, axis=1, out=caps[:, 1:])
+        caps = (caps[:, nodes] * (1 - part) + caps[:, nodes + 1] * part) * len(rows)
+        self.whole = (len(rows) + self.totals) / times[planner._index, self.full]
+        self.bounds = ((len(rows) + np.minimum(self.totals[:, None], caps)) / times).max(axis=1)
 
     def time(self, index: int, places: Any) -> Any:
         """Expected seconds of a shape with some passes."""
@@ -449,8 +479,9 @@ class _View:
     def best(self) -> tuple[Choice, tuple[int, float] | None]:
         """The choice of the highest rate, and the next best whole shape with its rate.
 
-        Passes are worked out in the order of a bound that needs no sorting: all tokens of the shape, or as many as the
-        pass has rows for. Where the bound of the next shape is no better than what was found, the search is over.
+        Passes are worked out in the order of a bound that needs no sorting: all tokens of the shape, or what the pass
+        has rows for if all requests did as well as the best. Where the bound of the next shape is no better than what
+        was found, the search is over.
         """
         order = np.argsort(-self.bounds, kind="stable").tolist()
         found = self.choice(order[0])
@@ -476,7 +507,7 @@ class _View:
         else:
             places = np.array([min(place, full)])
         times = self.time(index, places)
-        nodes = self.planner._nodes(self.planner.menu[index], self.levels)
+        nodes = self.planner._nodes(index, self.levels)
         tokens = allocate.expected(nodes, prices.counts[places])
         best = int(np.argmax(tokens / times))
         return Choice(index, int(places[best]), float(tokens[best]), float(times[best]))

@@ -5,6 +5,7 @@ the factor of the device. It forgets, so that it follows a device that slows dow
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,7 +57,7 @@ class Prices:
 
     def quote(self, live: int, context: float) -> Quote:
         """Prices for `live` requests whose caches hold `context` tokens on average."""
-        step = round(STEPS * float(np.log2(max(context, 1))))
+        step = round(STEPS * math.log2(max(context, 1)))
         if (live, step) not in self._quotes:
             context = 2.0 ** (step / STEPS)
             least = int(np.searchsorted(self.counts, live))

@@ -5,6 +5,7 @@ depend on the policy, on the batch, or on when the request runs. Prefill is left
 """
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from specjax.costmodel import menu as menus
 from specjax.costmodel.planner import Planner
 from specjax.costmodel.priors import PRIORS, SIBLING, Prior, outline
 from specjax.costmodel.tables import Table
-from specjax.draft import PLAIN, DraftShape
+from specjax.draft import DraftShape
 
 Clock = Callable[[DraftShape, int, int, float], float]  # shape, requests, rows, context -> seconds
 
@@ -269,7 +270,7 @@ def _rank(drawn: np.ndarray, first: float, branching: int) -> np.ndarray:
 
 
 def _stream(kind: str) -> int:
-    return 10 * list(PRIORS).index(kind)
+    return zlib.crc32(kind.encode())
 
 
 def _uniform(seed: int, index: np.ndarray, stream: int, position: np.ndarray | int = 0) -> np.ndarray:
@@ -317,4 +318,21 @@ def compare(
     return fixed, simulate(load, planner, truth, rounds=rounds, noise=noise), planner
 
 
-__all__ = ["PLAIN", "Load", "Run", "Text", "compare", "simulate"]
+def hidden_truth(table: Table, seed: int, off: float = 0.3) -> Clock:
+    """What rounds truly take where a table is wrong: each pass and each shape's draft is off by a factor of its own.
+
+    Args:
+        table: what the planner believes.
+        seed: of the factors.
+        off: they lie evenly between 1 - off and 1 + off.
+    """
+    shapes = list(table.draft)
+
+    def factor(index: int, stream: int) -> float:
+        return 1 - off + 2 * off * float(_uniform(seed, np.array([index]), stream)[0])
+
+    def clock(shape: DraftShape, live: int, count: int, context: float) -> float:
+        drafted = table.draft_time(shape, live, context) * (factor(shapes.index(shape), 1) if shape.depth else 0.0)
+        return float(table.fixed + drafted + table.verify_time(live, count, context) * factor(count, 2))
+
+    return clock

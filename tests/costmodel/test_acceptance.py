@@ -24,6 +24,11 @@ def rounds(acceptance, shape, rate, batch, count, seed=0, rows=None):
         acceptance.observe(shape, rows, np.full(len(rows), shape.rows - 1), accepted)
 
 
+def rates(acceptance, batch, curve=0):
+    """Of one curve, `[request, depth]`."""
+    return acceptance.rates(np.arange(batch))[:, curve].T
+
+
 def test_outline_of_a_chain():
     made = outline(CHAIN, PRIOR)
     assert made.parents.tolist() == [-1, 0, 1]
@@ -56,7 +61,7 @@ def test_trees_gain_over_chains_and_priors_have_sources(kind):
 def test_unseen_drafters_have_their_prior():
     acceptance = Acceptance([CHAIN], 2, {"mtp": PRIOR})
     acceptance.start(1, 1.0)
-    cold, hot = acceptance.rates(np.array([0, 1]))[0]
+    cold, hot = rates(acceptance, 2)
     np.testing.assert_allclose(cold, [0.6, 0.5, 0.5])
     np.testing.assert_allclose(hot / (1 - hot), cold / (1 - cold) * 0.8)
 
@@ -69,7 +74,7 @@ def test_rates_are_learned_by_depth():
         accepted = (rng.random((32, 3)) < truth).cumprod(axis=1).sum(axis=1)
         acceptance.age()
         acceptance.observe(CHAIN, np.arange(32), np.full(32, 3), accepted)
-    np.testing.assert_allclose(acceptance.rates(np.arange(32))[0].mean(axis=0), truth, atol=0.04)
+    np.testing.assert_allclose(rates(acceptance, 32).mean(axis=0), truth, atol=0.04)
     assert acceptance.calibration_error()["mtp"] < 0.05
 
 
@@ -81,7 +86,7 @@ def test_temperatures_are_learned_apart():
     for seed in range(40):
         rounds(acceptance, CHAIN, 0.9, 32, 1, seed, rows[:16])
         rounds(acceptance, CHAIN, 0.3, 32, 1, 100 + seed, rows[16:])
-    found = acceptance.rates(rows)[0]
+    found = rates(acceptance, 32)
     np.testing.assert_allclose(found[:16].mean(axis=0)[:2], 0.9, atol=0.06)
     np.testing.assert_allclose(found[16:].mean(axis=0)[:1], 0.3, atol=0.06)
 
@@ -89,20 +94,20 @@ def test_temperatures_are_learned_apart():
 def test_what_a_chain_teaches_moves_the_trees_of_the_same_drafter():
     tree = DraftShape("mtp", 3, 4, 8)
     acceptance = Acceptance([CHAIN, tree], 8, {"mtp": PRIOR})
-    before = acceptance.rates(np.arange(8))[acceptance.curve[tree]].mean()
+    before = rates(acceptance, 8, acceptance.curve[tree]).mean()
     rounds(acceptance, CHAIN, 0.95, 8, 20)
-    assert acceptance.rates(np.arange(8))[acceptance.curve[tree]].mean() > before + 0.1
+    assert rates(acceptance, 8, acceptance.curve[tree]).mean() > before + 0.1
 
 
 def test_requests_that_differ_are_told_apart_and_those_alike_are_not():
-    def spread(rates):
+    def spread(truth):
         acceptance = Acceptance([CHAIN], 16, {"mtp": PRIOR})
         rng = np.random.default_rng(0)
         for _ in range(60):
-            accepted = (rng.random((16, 3)) < rates[:, None]).cumprod(axis=1).sum(axis=1)
+            accepted = (rng.random((16, 3)) < truth[:, None]).cumprod(axis=1).sum(axis=1)
             acceptance.age()
             acceptance.observe(CHAIN, np.arange(16), np.full(16, 3), accepted)
-        return acceptance.rates(np.arange(16))[0][:, 0]
+        return rates(acceptance, 16)[:, 0]
 
     apart = spread(np.repeat([0.2, 0.9], 8))
     assert apart[:8].mean() < 0.3
@@ -116,9 +121,9 @@ def test_a_new_request_starts_from_the_batch():
     for seed in range(30):
         rounds(acceptance, CHAIN, 0.95, 2, 1, seed, np.array([0]))
         rounds(acceptance, CHAIN, 0.2, 2, 1, seed, np.array([1]))
-    bad = acceptance.rates(np.array([1]))[0, 0, 0]
+    bad = rates(acceptance, 2)[1, 0]
     acceptance.start(1, 0.0)
-    assert acceptance.rates(np.array([1]))[0, 0, 0] > bad + 0.1
+    assert rates(acceptance, 2)[1, 0] > bad + 0.1
 
 
 @pytest.mark.parametrize("batch", [4, 256])
@@ -126,7 +131,7 @@ def test_old_traffic_is_forgotten(batch):
     acceptance = Acceptance([CHAIN], batch, {"mtp": PRIOR})
     rounds(acceptance, CHAIN, 0.9, batch, 200)
     rounds(acceptance, CHAIN, 0.3, batch, 20 if batch == 256 else 300, seed=1)
-    assert acceptance.rates(np.arange(batch))[0, :, 0].mean() == pytest.approx(0.3, abs=0.1)
+    assert rates(acceptance, batch)[:, 0].mean() == pytest.approx(0.3, abs=0.1)
 
 
 def test_a_cut_tree_teaches_the_same_as_a_whole_one():
@@ -157,7 +162,7 @@ def test_a_cut_tree_teaches_the_same_as_a_whole_one():
         for _ in range(60):
             acceptance.age()
             acceptance.observe(shape, np.arange(64), np.full(64, cut), np.array([accepted(cut) for _ in range(64)]))
-        levels = np.cumprod(acceptance.rates(np.arange(64))[0].mean(axis=0))
+        levels = np.cumprod(rates(acceptance, 64).mean(axis=0))
         chances = levels[made.depths - 1] * made.shares
         found.append(chances[:3].sum())
     # What 3 nodes gain is told alike by both (the outline's shares are the prior's, so not to the last digit).
@@ -169,13 +174,13 @@ def test_a_cut_tree_teaches_the_same_as_a_whole_one():
 def test_rounds_without_a_proposal_teach_how_often_there_is_one():
     shape = DraftShape.chain("ngram", 3)
     acceptance = Acceptance([shape], 4)
-    before = acceptance.rates(np.arange(4)).copy()
+    before = rates(acceptance, 4)
     for _ in range(40):
         acceptance.observe(shape, np.arange(4), np.array([0, 0, 0, 3]), np.array([0, 0, 0, 3]))
     live = acceptance.live(np.arange(4))[0]
     assert live[:3].max() < 0.15
     assert live[3] > 0.8
-    assert (acceptance.rates(np.arange(4)) > before).all()
+    assert (rates(acceptance, 4) > before).all()
 
 
 def test_score_map_starts_at_the_drafters_word_and_learns_a_monotone_truth():

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from specjax.costmodel import menu
+from specjax.costmodel.acceptance import Acceptance
 from specjax.costmodel.planner import OPENING, PURSE, Planner
+from specjax.costmodel.priors import Prior
 from specjax.costmodel.tables import Grid, Provenance, Table
 from specjax.draft import PLAIN, DraftShape
 
@@ -48,7 +50,7 @@ def brute_force(plan: Planner, rows: np.ndarray, context: float) -> float:
     best = len(rows) / ((quote.draft[0] + quote.verify[quote.least]) * factors[0, quote.least])
     for index, shape in enumerate(plan.menu[1:], 1):
         curve, made = plan.acceptance.curve[shape], plan.acceptance.outlines[shape]
-        nodes = np.cumprod(rates[curve], axis=1)[:, made.depths - 1] * made.shares * live[curve][:, None]
+        nodes = np.cumprod(rates[:, curve].T, axis=1)[:, made.depths - 1] * made.shares * live[curve][:, None]
         drafting = live[curve].mean()
         for place, count in enumerate(plan.prices.counts):
             if count <= len(rows):
@@ -131,8 +133,7 @@ def test_requests_that_predict_well_get_the_rows():
 
 def test_drafts_that_are_never_accepted_end_in_plain_decoding():
     made = play(planner(flat(0.3)), 0, 200)
-    assert all(d.shape == PLAIN for d in made[150:] if d.reason != "trial")
-    assert sum(d.shape == PLAIN for d in made[100:]) >= 90
+    assert sum(d.shape == PLAIN for d in made[100:]) >= 95
 
 
 def test_a_slow_shape_is_left_and_a_good_one_kept():
@@ -192,15 +193,22 @@ def test_trials_cost_no_more_than_the_purse():
     assert not any(d.reason == "trial" or d.shadow for d in play(planner(flat(0.4), explore=False), 0, 50))
 
 
-def test_shadow_drafts_bring_a_drafter_back():
-    """Drafts fail for long, then would be accepted: plain rounds do not tell, their shadows do."""
-    plan = planner(flat(0.1, 0.1))
-    play(plan, 0, 150)
-    assert plan.current == PLAIN
-    made = play(plan, 3, 900, shadow=3)
-    assert any(d.shadow is not None for d in made)
-    assert made[-1].shape != PLAIN
-    assert made[-1].rate > 1.5 * made[-1].plain
+def test_shadow_drafts_bring_a_drafter_in():
+    """A drafter that is expected to lose, and would win: a plain round with its drafts beside it is cheaper than a
+    round on trial, and shows it.
+    """
+    chain = SHAPES[2]
+    acceptance = Acceptance([chain], 3, {"mtp": Prior((0.35,))})
+    plan = planner(flat(0.02, 0.1), shapes=(chain,), counts=(3, 12), acceptance=acceptance)
+    made = play(plan, 3, 100, shadow=3)
+    first = made[0]
+    assert first.shape == PLAIN
+    assert any(d.shadow == chain for d in made)
+    assert made[-1].shape == chain
+    assert made[-1].rate > 1.5 * first.rate
+    acceptance = Acceptance([chain], 3, {"mtp": Prior((0.35,))})
+    shy = planner(flat(0.02, 0.1), shapes=(chain,), counts=(3, 12), acceptance=acceptance, explore=False)
+    assert {d.shape for d in play(shy, 3, 100)} == {PLAIN}
 
 
 def test_behind_plain_only_sure_gains_are_taken():

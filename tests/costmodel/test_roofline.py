@@ -2,8 +2,9 @@
 
 import pytest
 
-from specjax.costmodel import roofline
+from specjax.costmodel import menu, roofline
 from specjax.costmodel.facts import find
+from specjax.costmodel.priors import PRIORS
 from specjax.costmodel.roofline import Setup
 from specjax.costmodel.shapes import DRAFTERS, TARGETS, ModelShape, target
 from specjax.draft import DraftShape
@@ -87,3 +88,11 @@ def test_memory():
     held = roofline.memory(H100, [DRAFTERS["ngram"]], 8, 4096)
     assert held == pytest.approx(2 * 8.03e9 + 8 * 4096 * 131072, rel=0.001)
     assert roofline.memory(H100, [DRAFTERS["eagle3"]], 8, 4096) > held
+
+
+def test_every_priced_drafter_has_shapes_and_priors():
+    assert DRAFTERS.keys() == PRIORS.keys()
+    for shape in menu.shapes(DRAFTERS)[1:]:
+        assert roofline.draft(H100, DRAFTERS[shape.kind], shape, 4, 1024) > 0
+    with pytest.raises(ValueError, match="no shapes are known for a drafter 'psychic'"):
+        menu.shapes(["psychic"])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from specjax.costmodel import menu, tables
-from specjax.costmodel.build import setups
+from specjax.costmodel.build import KINDS, setups
 from specjax.costmodel.facts import find
 from specjax.costmodel.isotonic import increasing, monotone
 from specjax.costmodel.roofline import Setup
-from specjax.costmodel.shapes import DRAFTERS, TARGETS
+from specjax.costmodel.shapes import TARGETS
 from specjax.costmodel.tables import ForeignTableError, Grid, Provenance, Table
 from specjax.draft import DraftShape
 
@@ -175,6 +175,6 @@ def test_measured_then_shipped_then_roofline(tmp_path):
 @pytest.mark.parametrize("setup", setups(), ids=lambda s: f"{s.device.name}-{s.target.name}")
 def test_shipped_tables_are_what_the_command_writes(setup):
     path = tables.shipped(setup.device.name, setup.target.name)
-    made = tables.from_roofline(setup, menu.shapes(DRAFTERS), made_by="python -m specjax.costmodel.build")
+    made = tables.from_roofline(setup, menu.shapes(KINDS), made_by="python -m specjax.costmodel.build")
     assert json.loads(path.read_text()) == made.to_json()
     assert path.stat().st_size < 16000
