@@ -50,12 +50,13 @@ def peagle():
     return learned.build(config, heads.random_tensors(config), *toy.tiny(vocab_size=5), jnp.float32, sampled=True)
 
 
-def block_drafter(family: str, **changes):
+def block_drafter(family: str, threshold: float | None = None, **changes):
     few = {"selector_top_k": 4} if family == "dflash2" else {}
     config = blocks.head_config(
         family, vocab_size=5, draft_vocab_size=5, mask_token_id=4, block_size=3, **(few | changes)
     )
-    return blocks.build(config, target=toy.tiny(vocab_size=5), sampled=True, num_speculative_tokens=DEPTH)
+    options = {} if threshold is None else {"confidence_threshold": threshold, "calibration": (0.1, 1.0)}
+    return blocks.build(config, target=toy.tiny(vocab_size=5), sampled=True, num_speculative_tokens=DEPTH, **options)
 
 
 def draft_model():
@@ -105,17 +106,15 @@ class Source:
 
         self._draft = lambda u: jax.device_get(draft(params, u))
 
-    def __call__(self, units: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, parents and q of the drafts that numbers `units[rows, draws] / UNIT` make."""
+    def __call__(self, units: np.ndarray) -> list[np.ndarray]:
+        """Tokens, parents, live lengths and q of the drafts that numbers `units[rows, draws] / UNIT` make."""
         parts = []
         for start in range(0, len(units), self.batch):
             some = units[start : start + self.batch]
             padded = np.pad(some, ((0, self.batch - len(some)), (0, 0)))
             made = self._draft((padded / UNIT).astype(np.float32))
-            assert (made.lengths == self.nodes).all()
-            parts.append([x[: len(some)] for x in (made.tokens, made.parents, made.q)])
-        tokens, parents, q = (np.concatenate(x) for x in zip(*parts, strict=True))
-        return tokens, parents, q
+            parts.append([x[: len(some)] for x in (made.tokens, made.parents, made.lengths, made.q)])
+        return [np.concatenate(x) for x in zip(*parts, strict=True)]
 
     def every_draft(self, numbers) -> tuple[np.ndarray, np.ndarray]:
         """Numbers that make every possible draft once, and the volumes that make it.
@@ -148,16 +147,17 @@ class Source:
 
 @dataclasses.dataclass
 class Measured:
-    """Every draft with its probability, and the q that was returned at each prefix."""
+    """Every draft (whatever is cut off it included) with its probability and live length; q by prefix."""
 
     parents: list[int]
     probability: dict[tuple[int, ...], float]
+    length: dict[tuple[int, ...], int]
     q: dict[tuple[int, ...], np.ndarray]
 
 
 def measured(source: Source, numbers) -> Measured:
     units, volume = source.every_draft(numbers)
-    tokens, parents, q = source(units)
+    tokens, parents, lengths, q = source(units)
     assert (parents == parents[0]).all()
     table: dict[tuple[int, ...], np.ndarray] = {}
     for row, drafted in enumerate(tokens.tolist()):
@@ -166,9 +166,10 @@ def measured(source: Source, numbers) -> Measured:
             np.testing.assert_allclose(
                 q[row, node], table.setdefault(prefix, q[row, node].astype(np.float64)), atol=1e-7
             )
-    probability = {tuple(drafted[1:]): float(part) for drafted, part in zip(tokens.tolist(), volume, strict=True)}
-    assert len(probability) == len(tokens)
-    return Measured(parents[0].tolist(), probability, table)
+    texts = [tuple(drafted[1:]) for drafted in tokens.tolist()]
+    assert len(set(texts)) == len(texts)
+    probability, length = (dict(zip(texts, x.tolist(), strict=True)) for x in (volume, lengths))
+    return Measured(parents[0].tolist(), probability, length, table)
 
 
 DRAFTERS = {
@@ -180,6 +181,7 @@ DRAFTERS = {
     "dflash": (functools.partial(block_drafter, "dflash"), 4),
     "dflash2": (functools.partial(block_drafter, "dflash2"), 3),
     "dspark": (functools.partial(block_drafter, "dspark", markov="rnn"), 0),
+    "dspark cut": (functools.partial(block_drafter, "dspark", threshold=0.85), 0),
     "draft_model": (draft_model, 4),
 }
 # Nodes stand best first: root, its first child, that child's first, its second child, and one more of each.
@@ -205,11 +207,16 @@ def shipped(rule: str):
 def law_error(rule: str, found: Measured, p, q) -> float:
     """How far the texts are from the law of `p` when drafts come as `found` and `q` is what the rule is told."""
     listed = {
-        "chain": lambda: thresholds.chain(p, q, DEPTH, DEPTH + 1),
-        "block": lambda: thresholds.block(p, q, DEPTH, DEPTH + 1),
-        "recursive": lambda: thresholds.recursive(p, q, found.parents),
-    }[rule]()
-    cases = [dataclasses.replace(case, probability=found.probability[tuple(case.tokens[1:])]) for case in listed]
+        "chain": lambda length: thresholds.chain(p, q, DEPTH, length),
+        "block": lambda length: thresholds.block(p, q, DEPTH, length),
+        "recursive": lambda length: thresholds.recursive(p, q, found.parents, length),
+    }[rule]
+    cases = [
+        dataclasses.replace(case, probability=found.probability[draft])
+        for length in set(found.length.values())
+        for case in listed(length)
+        if found.length[draft := tuple(case.tokens[1:])] == length
+    ]
     assert len(cases) == len(found.probability)
     law = exact.judge(shipped(rule), found.parents, cases, exact.sampled_variables, exact.sampled_place)
     assert law.uneven < 5e-6
@@ -230,6 +237,16 @@ def test_texts_follow_the_target(name, rule, kind):
     found = drafts(name)
     p, _ = exact.world(kind, len(found.q[()]), DEPTH, seed=11)
     assert law_error(rule, found, p, found.q) < 1e-6
+
+
+@pytest.mark.parametrize("rule", ["chain", "block"])
+def test_a_cut_by_the_token_it_drops_breaks_the_law(rule):
+    """The confidence cut of some drafts is lossless (above); the same cut by the draft's own token is not."""
+    found = drafts("dspark cut")
+    assert set(found.length.values()) == {DEPTH, DEPTH + 1}
+    p, _ = exact.world("random", len(found.q[()]), DEPTH, seed=11)
+    by_itself = {draft: DEPTH if draft[-1] == 0 else DEPTH + 1 for draft in found.length}
+    assert law_error(rule, dataclasses.replace(found, length=by_itself), p, found.q) > 1e-4
 
 
 @pytest.mark.parametrize(("name", "rule"), CASES)
