@@ -48,6 +48,8 @@ def budgets(chances: np.ndarray, rows: int) -> np.ndarray:
     spare = min(rows - requests, chances.size)
     if spare <= 0 or nodes == 0:
         return np.ones(requests, int)
+    if spare == chances.size:  # room for all: nothing to choose
+        return 1 + np.count_nonzero(chances > 0, axis=1)
     # Stable, so that of equals the parent is taken: nodes of one request stand parents first.
     order = np.argsort(-chances, axis=None, kind="stable")[:spare]
     order = order[chances.ravel()[order] > 0]
