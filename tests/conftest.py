@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -12,3 +14,12 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".cache" / "xla-tests"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def room_for_programs():
+    """A worker runs hundreds of modules' programs."""
+    yield
+    from support.memory import forget_programs
+
+    forget_programs()

@@ -1,15 +1,10 @@
-"""Kernels are interpreted here."""
+"""Kernels are interpreted here: large programs, which are let go of before they fill the process."""
 
-import jax
 import pytest
+from support.memory import forget_programs
 
 
-@pytest.fixture(autouse=True, scope="module")
-def uncached(request):
-    """Interpreted kernels are not written to the suite's cache of programs: serializing a large one crashed XLA."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    if request.path.stem != "test_tree_attention":  # the reference is an ordinary program
-        jax.config.update(name, 1e9)
+@pytest.fixture(autouse=True)
+def room_for_kernels():
     yield
-    jax.config.update(name, before)
+    forget_programs()
