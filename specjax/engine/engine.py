@@ -74,12 +74,12 @@ class Engine:
         self.params = {"target": params, "drafter": drafter_params}
         shape = drafter.shape if drafter is not None else PLAIN
         sampled = config.draft_sampling == "sampled"
+        rule = resolve_rule(config.accept, shape, sampled)
         if drafter is not None and getattr(drafter, "sampled", False) != sampled:
             raise ValueError(
                 f"draft_sampling is {config.draft_sampling!r}, but the {drafter.kind} drafter was built for "
                 f"{'deterministic' if sampled else 'sampled'} drafts"
             )
-        rule = resolve_rule(config.accept, shape, sampled)
         taps = drafter.taps if drafter is not None else ()
         check_taps(target.config, taps)
         dispatch.backends("tree_attention", config.kernels, jax.default_backend())  # refuses what there is not

@@ -7,7 +7,6 @@ import pytest
 
 from specjax.costmodel.acceptance import Acceptance
 from specjax.costmodel.priors import PRIORS, SIBLING, Prior, outline
-from specjax.costmodel.scores import ScoreMap
 from specjax.draft import DraftShape
 
 CHAIN = DraftShape.chain("mtp", 3)
@@ -181,21 +180,3 @@ def test_rounds_without_a_proposal_teach_how_often_there_is_one():
     assert live[:3].max() < 0.15
     assert live[3] > 0.8
     assert (rates(acceptance, 4) > before).all()
-
-
-def test_score_map_starts_at_the_drafters_word_and_learns_a_monotone_truth():
-    found = ScoreMap()
-    scores = np.linspace(0, 1, 50)
-    np.testing.assert_allclose(found.probability(scores, np.ones(50, int), 0.0), scores, atol=1e-9)
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        s = rng.random(200)
-        found.age()
-        found.observe(s, np.ones(200, int), 0.0, rng.random(200) < s**2)  # an overconfident drafter
-    chances = found.probability(scores, np.ones(50, int), 0.0)
-    assert (np.diff(chances) >= 0).all()
-    np.testing.assert_allclose(chances, scores**2, atol=0.1)
-    assert found.calibration_error() < 0.02
-    # Other depths and temperatures have learned nothing.
-    np.testing.assert_allclose(found.probability(scores, np.full(50, 2), 0.0), scores, atol=1e-9)
-    np.testing.assert_allclose(found.probability(scores, np.ones(50, int), 1.0), scores, atol=1e-9)
