@@ -86,7 +86,9 @@ def kept(got, want, before, rows, table, live, dtype):
         written[page, slot % got.shape[3]] = True
     stored = np.asarray(got).transpose(1, 3, 0, 2, 4)
     close(stored[written], np.asarray(want).transpose(1, 3, 0, 2, 4)[written], dtype)
-    np.testing.assert_array_equal(stored[~written], before.transpose(1, 3, 0, 2, 4)[~written])
+    # In float32, which holds every bfloat16: numpy knows no NaN of that type.
+    others = (x[~written].astype(np.float32) for x in (stored, before.transpose(1, 3, 0, 2, 4)))
+    np.testing.assert_array_equal(*others)
 
 
 def test_interpreted_equals_the_ordinary_step():
