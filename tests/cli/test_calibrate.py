@@ -1,0 +1,46 @@
+"""`specjax calibrate`: what is refused before anything is loaded, and where the table goes."""
+
+import types
+
+import pytest
+
+from specjax.cli import flags
+from specjax.cli.main import main
+from specjax.engine import calibrate, pricing
+
+
+def test_refusals_load_nothing(engines, capsys, tmp_path):
+    assert main(["calibrate"]) == 2
+    assert "name them with --drafters" in capsys.readouterr().err
+    assert main(["calibrate", "--drafters", "ngram", "--out", str(tmp_path / "none" / "t.json")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["calibrate", "--drafters", "ngram", "--no-probe"]) == 2
+    assert "--no-probe is for learned drafters" in capsys.readouterr().err
+    assert main(["calibrate", "--drafters", "ngrams"]) == 2
+    assert "did you mean 'ngram'" in capsys.readouterr().err
+    assert not engines.made
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_table_is_written_where_it_is_found(engines, capsys, tmp_path, monkeypatch, named):
+    written = []
+    axes = ((1.0,), (1.0, 2.0), (64.0,))
+    table = types.SimpleNamespace(verify=types.SimpleNamespace(axes=axes), draft={"one": 1}, write=written.append)
+    monkeypatch.setattr(calibrate, "calibrate", lambda engine, wanted, partial, report: table)
+    monkeypatch.setattr(calibrate, "table_path", lambda wanted, batch: tmp_path / f"b{batch}.json")
+    monkeypatch.setattr(pricing, "provenance", lambda *about: None)
+    real = flags.load_engine
+
+    def with_target(run, *, quiet):
+        engine = real(run, quiet=quiet)
+        engine.target = types.SimpleNamespace(config=None)
+        return engine
+
+    monkeypatch.setattr(flags, "load_engine", with_target)
+    out = tmp_path / "mine.json"
+    assert main(["calibrate", "--drafters", "ngram", "--batch", "2", *(["--out", str(out)] if named else [])]) == 0
+    assert written == [out if named else tmp_path / "b2.json"]
+    found = capsys.readouterr()
+    assert found.out.strip() == str(written[0])
+    assert "1 x 2 x 1 passes" in found.err
+    assert engines.made[0].run.drafter.kind == "auto"
