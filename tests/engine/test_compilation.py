@@ -1,5 +1,6 @@
 """After warm-up nothing compiles, and a second start compiles nothing at all (case C26)."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 from support import toy
 
+from specjax import config
+from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
 from specjax.engine.compilation import count_compilations, use_cache
+from specjax.engine.pricing import find_table
 from specjax.engine.programs import verify_widths
 from specjax.sampling import SamplingParams
 
@@ -79,6 +83,22 @@ def test_nothing_compiles_after_warm_up_where_rounds_stay_on_the_device():
     with count_compilations() as running:
         results = engine.generate([[1, 2, 1], [3], [4, 4]], SamplingParams(max_tokens=11))
     assert [len(r.token_ids) for r in results] == [11, 11, 11]
+    assert running.events == 0
+
+
+def test_nothing_compiles_after_warm_up_where_a_planner_chooses():
+    lookup = NGram(num_speculative_tokens=3, prompt_lookup_min=1)
+    drafters = DrafterSet((lookup,), (lookup.shape,), 32)
+    target = toy.LookupTarget(toy.tiny_config(vocab_size=VOCAB)), toy.lookup(VOCAB, by_token=TABLE)
+    run = config.make({"target": "toy", "drafter": {"kind": "auto"}, "batch": 2, "context": CONTEXT})
+    table = find_table(run, target[0].config, "float32", drafters, lambda line: None)
+    table = dataclasses.replace(table, fixed=1.0)  # rows and drafts are nothing beside it, so drafting always pays
+    with count_compilations() as starting:
+        engine = toy.engine(drafters, ((),), target, table=table, batch=2, context=CONTEXT, warmup=True)
+    assert starting.events >= engine.programs.count == 4 + 1 + len(engine.programs.widths)
+    with count_compilations() as running:
+        results = engine.generate([[1, 2, 1, 2], [3], [4, 4]], SamplingParams(max_tokens=40))
+    assert sum(r.spec.drafted for r in results) > 0
     assert running.events == 0
 
 
