@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from specjax.targets.config import expected_tensors
 from specjax.weights.load import Checkpoint, load_checkpoint
+from specjax.weights.new_folder import appearing, free
 from specjax.weights.orbax import write_orbax
 from specjax.weights.safetensors import write_tensors
 
@@ -46,21 +46,10 @@ def convert(
         raise ValueError(f"format {format!r} is not known; known are 'hf' and 'orbax'")
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
-    out = Path(out_dir).expanduser().absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} already holds something; name a folder that does not exist yet, or an empty one")
+    out = free(out_dir)
     checkpoint = load_checkpoint(source, dtype)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
+    with appearing(out) as partial:
         _write(checkpoint, partial, format, shard_bytes)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return out
 
 

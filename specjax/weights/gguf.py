@@ -157,6 +157,20 @@ class GGUFFile:
         return out.reshape(info.shape)
 
 
+def read_gguf_config(file: GGUFFile) -> DecoderConfig:
+    """The decoder that a GGUF file describes; its tensors are there, and of the right shapes.
+
+    Raises:
+        ValueError: metadata that cannot be honoured, or tensors that are missing, unknown or misshapen (all listed).
+    """
+    config = DecoderConfig.from_gguf(file.metadata, file.tensors)
+    shapes = {hf_name(name): info.shape for name, info in file.tensors.items() if name != "rope_freqs.weight"}
+    check_tensors(str(file.path), config, shapes)
+    if "rope_freqs.weight" in file.tensors:
+        config = dataclasses.replace(config, rope=recover_llama3(config, file.tensor("rope_freqs.weight")))
+    return config
+
+
 def read_gguf(file: GGUFFile, dtype: Any = None) -> tuple[DecoderConfig, dict[str, np.ndarray]]:
     """The decoder that a GGUF file holds.
 
@@ -168,13 +182,10 @@ def read_gguf(file: GGUFFile, dtype: Any = None) -> tuple[DecoderConfig, dict[st
         The configuration, and the tensors under their Hugging Face names and in their shapes.
 
     Raises:
-        ValueError: metadata that cannot be honoured, or tensors that are missing, unknown or misshapen (all listed).
+        ValueError: see `read_gguf_config`.
     """
-    config = DecoderConfig.from_gguf(file.metadata, file.tensors)
+    config = read_gguf_config(file)
     sources = {hf_name(name): name for name in file.tensors if name != "rope_freqs.weight"}
-    check_tensors(str(file.path), config, {name: file.tensors[source].shape for name, source in sources.items()})
-    if "rope_freqs.weight" in file.tensors:
-        config = dataclasses.replace(config, rope=recover_llama3(config, file.tensor("rope_freqs.weight")))
     # llama.cpp's llama graph turns neighbouring pairs; its converter reorders query and key rows to match.
     permuted = file.metadata["general.architecture"] == "llama"
 

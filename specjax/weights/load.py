@@ -29,6 +29,25 @@ class Checkpoint:
     source: Source
 
 
+def load_config(name_or_path: str | os.PathLike) -> DecoderConfig:
+    """What a model is, without its weights.
+
+    Args:
+        name_or_path: see `names.resolve`.
+
+    Raises:
+        ValueError: the name is unknown, or what it names is not a model that can be run.
+    """
+    source = resolve(name_or_path)
+    if source.kind == "gguf":
+        from specjax.weights.gguf import GGUFFile, read_gguf_config
+
+        return read_gguf_config(GGUFFile(source.path))
+    from specjax.weights.safetensors import read_config
+
+    return read_config(source.path)
+
+
 def load_checkpoint(name_or_path: str | os.PathLike, dtype: Any = None) -> Checkpoint:
     """Find and read a model.
 

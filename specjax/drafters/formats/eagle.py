@@ -84,8 +84,6 @@ def read(folder: Folder, target: DecoderConfig, format: str) -> Reading:
 
 def write(config: HeadConfig, target: DecoderConfig, format: str) -> tuple[dict[str, Any], dict[str, str]]:
     """`config.json` of a head, and the published name of each canonical tensor that differs."""
-    if format == "eagle3-safeailab":
-        raise ValueError("format 'eagle3-safeailab' cannot say which taps a head reads; write 'eagle3-specforge'")
     ids = [t - 1 for t in config.taps]
     out: dict[str, Any] = {
         "architectures": [_ARCHITECTURE[format]],

@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from specjax.drafters.formats.detect import detect
 from specjax.drafters.formats.files import SINGLE, Folder
 from specjax.drafters.formats.read import interpret
 from specjax.targets.config import DecoderConfig
+from specjax.weights.new_folder import appearing, free
 
 # What each family is written as when no format is named.
 DEFAULTS = {
@@ -28,7 +27,12 @@ DEFAULTS = {
     "dspark": "dspark-deepspec",
     "ubtree": "ubtree",
 }
-_WRITERS = {format: module.write for module in (speculators, eagle, block) for format in module.FORMATS}
+WRITERS = {
+    format: module.write
+    for module in (speculators, eagle, block)
+    for format in module.FORMATS
+    if format != "eagle3-safeailab"  # has no words for taps: an EAGLE-3 head is written as SpecForge does
+}
 
 
 def save_drafter(
@@ -56,34 +60,34 @@ def save_drafter(
     Raises:
         ValueError: tensors that are not the expected ones, a format that cannot express `config`, or a folder in use.
     """
-    out = Path(folder).expanduser().absolute()
     format = format or DEFAULTS[config.family]
-    if format not in _WRITERS:
-        raise ValueError(f"format {format!r} cannot be written; it can be {', '.join(sorted(_WRITERS))}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} already holds something; name a folder that does not exist yet, or an empty one")
+    check_format(format)
+    out = free(folder)
     _check_tensors(config, tensors)
-    described, prefixes = _WRITERS[format](config, target, format)
-    described = _merged(_common(config, target, format), described)
-    names = {ours: _published(ours, prefixes) for ours in tensors}
-    _check_words(out, described, names, config, target, format)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    partial.mkdir()
-    try:
+    described, names, reasons = _plan(config, tensors, target, format)
+    if reasons:
+        raise ValueError(
+            f"format {format!r} cannot hold this {config.family} drafter:" + "".join(f"\n  - {r}" for r in reasons)
+        )
+    with appearing(out) as partial:
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
         arrays = {names[ours]: np.ascontiguousarray(tensors[ours]) for ours in tensors}
         if "d2t" in tensors:
             arrays["t2d"] = membership(tensors["d2t"], config.vocab_size)
         safetensors.numpy.save_file(arrays, partial / SINGLE, metadata={"format": "pt"})
         (partial / SINGLE).chmod((partial / "config.json").stat().st_mode)
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return out
+
+
+def check_format(format: str) -> None:
+    """Refuse a name that is no format to write."""
+    if format not in WRITERS:
+        raise ValueError(f"format {format!r} cannot be written; it can be {', '.join(sorted(WRITERS))}")
+
+
+def holds(config: HeadConfig, tensors: Collection[str], target: DecoderConfig, format: str) -> bool:
+    """Whether a format of `WRITERS` has words for a drafter with these tensors."""
+    return not _plan(config, tensors, target, format)[2]
 
 
 def membership(d2t: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -151,23 +155,21 @@ def _check_tensors(config: HeadConfig, tensors: Mapping[str, np.ndarray]) -> Non
         )
 
 
-def _check_words(
-    out, described, names: Mapping[str, str], config: HeadConfig, target: DecoderConfig, format: str
-) -> None:
-    """What is about to be written must be read back as the same drafter."""
+def _plan(
+    config: HeadConfig, tensors: Collection[str], target: DecoderConfig, format: str
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """What is about to be written: `config.json`, published names of tensors, and why it would not be read back."""
+    described, prefixes = WRITERS[format](config, target, format)
+    described = _merged(_common(config, target, format), described)
+    names = {ours: _published(ours, prefixes) for ours in tensors}
     shapes = {names[ours]: shape for ours, shape in expected_tensors(config).items() if ours in names}
     dtypes = dict.fromkeys(shapes, "F32")
-    plan = Folder(path=out, config=described, shapes=shapes, dtypes=dtypes, where={}, pickles=())
-    found = detect(plan)
-    if found != format:
-        raise ValueError(f"format {format!r} cannot hold this {config.family} drafter: it would be read as {found!r}")
+    plan = Folder(path=Path(), config=described, shapes=shapes, dtypes=dtypes, where={}, pickles=())
+    if (found := detect(plan)) != format:
+        return described, names, [f"it would be read as {found!r}"]
     read, _, problems, _ = interpret(plan, target, format)
     fields = [field.name for field in dataclasses.fields(config)]
     lost = [
         f"{name} {getattr(config, name)!r}" for name in fields if getattr(config, name) != getattr(read, name, None)
     ]
-    if problems or lost:
-        reasons = [f"it has no words for {', '.join(lost)}"] if lost else problems
-        raise ValueError(
-            f"format {format!r} cannot hold this drafter:" + "".join(f"\n  - {reason}" for reason in reasons)
-        )
+    return described, names, [f"it has no words for {', '.join(lost)}"] if lost else problems
