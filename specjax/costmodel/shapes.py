@@ -34,10 +34,24 @@ class ModelShape:
     tied: bool = False
 
     @property
+    def qkv_parameters(self) -> int:
+        """Of the matrices of one layer that make queries, keys and values."""
+        return self.hidden * self.head_dim * (self.heads + 2 * self.kv_heads)
+
+    @property
+    def output_parameters(self) -> int:
+        """Of one layer's matrix behind attention."""
+        return self.hidden * self.head_dim * self.heads
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Of one layer's gate, up and down."""
+        return 3 * self.hidden * self.inner
+
+    @property
     def layer_parameters(self) -> int:
-        """Of the matrices of one layer: queries, keys, values, output, gate, up, down."""
-        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        return attention + 3 * self.hidden * self.inner
+        """Of all matrices of one layer."""
+        return self.qkv_parameters + self.output_parameters + self.mlp_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -114,8 +128,7 @@ class DrafterShape:
 
     def layer_parameters(self, model: ModelShape) -> int:
         """Of one layer; a joined input widens queries, keys and values, or is fused first: the same order of size."""
-        extra = (self.joined - 1) * model.hidden * model.head_dim * (model.heads + 2 * model.kv_heads)
-        return model.layer_parameters + extra
+        return model.layer_parameters + (self.joined - 1) * model.qkv_parameters
 
     def fuse_parameters(self, model: ModelShape) -> int:
         """Of the projection of the taps, applied to committed tokens."""

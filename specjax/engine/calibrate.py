@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.costmodel import isotonic, tables
@@ -29,6 +28,7 @@ from specjax.costmodel.planner import Planner
 from specjax.costmodel.tables import Grid, Provenance, Table
 from specjax.draft import DraftShape
 from specjax.drafters.drafter_set import DrafterSet
+from specjax.engine import pinned
 from specjax.engine.engine import Engine
 from specjax.engine.pilot import Pilot
 from specjax.engine.state import State
@@ -125,11 +125,8 @@ class _Bench:
         self.engine, self.programs, self.params = engine, engine.programs, engine.params
         self.cells, self.report = cells, report
         self._done = self._total = 0
-        self._state: State = engine.programs.initial()
-        paged = engine.config.page_size is not None
-        for row in range(engine.config.batch if paged else 0):
-            self._state = engine.programs.insert(self._state, row, engine.idle_insertion(row))
-        self._pin = jax.jit(_pin, donate_argnums=0)
+        self._state: State = pinned.fresh(engine)
+        self._pin = jax.jit(pinned.pin, donate_argnums=0)
 
     def plan(self, cells: int) -> None:
         """So many cells are still to be looked up."""
@@ -221,11 +218,3 @@ class _Bench:
 def _disagree(times: list[float]) -> bool:
     middle = statistics.median(times)
     return statistics.median(abs(t - middle) for t in times) > SPREAD * middle
-
-
-def _pin(state: State, lengths: jax.Array, active: jax.Array, rows: jax.Array) -> State:
-    """The state with so many tokens committed, and a draft of so many rows standing."""
-    draft = dataclasses.replace(state.draft, lengths=rows)
-    limits = jnp.full_like(state.limits, state.tokens.shape[1])
-    eos = jnp.full_like(state.eos, -1)
-    return dataclasses.replace(state, lengths=lengths, active=active, draft=draft, limits=limits, eos=eos)

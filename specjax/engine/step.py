@@ -14,14 +14,15 @@ import jax.numpy as jnp
 
 from specjax import cache as kv
 from specjax import sampling
-from specjax.array_types import Array, Int
-from specjax.draft import Draft, DraftShape, pack, widen
+from specjax.array_types import Array, Float, Int
+from specjax.draft import Draft, DraftShape, Rows, pack, widen
 from specjax.drafters.base import Drafter, Features
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.accept import accept
 from specjax.engine.state import LENGTH, RUNNING, STOP, Emitted, Logprobs, State
 from specjax.pallas_kernels.dispatch import Kernels
-from specjax.targets.decoder import Target
+from specjax.targets.decoder import Output, Target
+from specjax.verify.accepted import Accepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,39 +81,65 @@ def verify_commit(
     if budgets is not None:
         draft = dataclasses.replace(state.draft, lengths=jnp.minimum(state.draft.lengths, budgets))
         state = dataclasses.replace(state, draft=draft)
-    committed = state.lengths - 1
     with jax.named_scope("verify"):
-        rows = pack(state.draft, committed, width.count, width.width, state.active)
-        out = stage.target.forward(params["target"], rows, state.cache, committed, stage.taps)
-        logits = stage.target.logits(params["target"], out.hidden)
+        rows, out, logits = verify(stage, width, params, state)
     with jax.named_scope("accept"):
-        draft = _first_nodes(state.draft, width.width)
-        depth = min(stage.shape.depth, width.width - 1)
-        accepted = accept(stage.rule, draft, depth, logits, rows, state)
+        draft, accepted = accept_path(stage, width, logits, rows, state)
     with jax.named_scope("commit"):
-        cache = out.cache
-        if not stage.shape.is_chain and width.width > 1:
-            cache = kv.commit(cache, committed, accepted.path, jnp.where(state.active, accepted.count, 0))
-        tokens, counts, finish = _emit(draft, accepted, state)
-        on_path = jnp.minimum(rows.starts[:-1, None] + accepted.path, rows.count - 1)
-        emitted = Emitted(
-            tokens=tokens,
-            counts=counts,
-            finish=finish,
-            logprobs=_logprobs(stage, state, logits, on_path, tokens),
-        )
-        features, memory = _features(stage, out, on_path, committed, counts), state.drafter
-        if isinstance(stage.drafter, DrafterSet) and features is not None:
-            features, memory = None, stage.drafter.keep(memory, features)
-        state = dataclasses.replace(
-            state,
-            cache=cache,
-            tokens=_append(state.tokens, state.lengths, tokens, counts),
-            lengths=state.lengths + counts,
-            active=state.active & (finish == RUNNING),
-            features=features,
-            drafter=memory,
-        )
+        return commit(stage, width, state, rows, out, logits, draft, accepted)
+
+
+def verify(stage: Stage, width: Width, params: Any, state: State) -> tuple[Rows, Output, Float[Array, "N v"]]:
+    """The target's pass over the state's draft: its packed rows, what the pass returns, and their logits."""
+    committed = state.lengths - 1
+    rows = pack(state.draft, committed, width.count, width.width, state.active)
+    out = stage.target.forward(params["target"], rows, state.cache, committed, stage.taps)
+    return rows, out, stage.target.logits(params["target"], out.hidden)
+
+
+def accept_path(
+    stage: Stage, width: Width, logits: Float[Array, "N v"], rows: Rows, state: State
+) -> tuple[Draft, Accepted]:
+    """The draft as far as the pass held it, and the path of it that the target agrees with."""
+    draft = _first_nodes(state.draft, width.width)
+    depth = min(stage.shape.depth, width.width - 1)
+    return draft, accept(stage.rule, draft, depth, logits, rows, state)
+
+
+def commit(
+    stage: Stage,
+    width: Width,
+    state: State,
+    rows: Rows,
+    out: Output,
+    logits: Float[Array, "N v"],
+    draft: Draft,
+    accepted: Accepted,
+) -> tuple[State, Emitted]:
+    """Move what was accepted to where it belongs, and say what came out."""
+    committed, cache = state.lengths - 1, out.cache
+    if not stage.shape.is_chain and width.width > 1:
+        cache = kv.commit(cache, committed, accepted.path, jnp.where(state.active, accepted.count, 0))
+    tokens, counts, finish = _emit(draft, accepted, state)
+    on_path = jnp.minimum(rows.starts[:-1, None] + accepted.path, rows.count - 1)
+    emitted = Emitted(
+        tokens=tokens,
+        counts=counts,
+        finish=finish,
+        logprobs=_logprobs(stage, state, logits, on_path, tokens),
+    )
+    features, memory = _features(stage, out, on_path, committed, counts), state.drafter
+    if isinstance(stage.drafter, DrafterSet) and features is not None:
+        features, memory = None, stage.drafter.keep(memory, features)
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        tokens=_append(state.tokens, state.lengths, tokens, counts),
+        lengths=state.lengths + counts,
+        active=state.active & (finish == RUNNING),
+        features=features,
+        drafter=memory,
+    )
     return root_only(state), emitted
 
 
@@ -133,19 +160,22 @@ def redraft(stage: Stage, params: Any, state: State) -> State:
     return _with_draft(state, draft, stage.shape, memory)
 
 
-def redraft_as(stage: Stage, shape: DraftShape, catch_up: bool, params: Any, state: State) -> State:
-    """`redraft` by one drafter of a set, in one shape of its menu; see `DrafterSet.draft`."""
+def redraft_as(stage: Stage, shape: DraftShape, catch_up: bool, params: Any, state: State) -> tuple[State, Array]:
+    """`redraft` by one drafter of a set, in one shape of its menu (see `DrafterSet.draft`); also the nodes' scores."""
     assert isinstance(stage.drafter, DrafterSet)
     with jax.named_scope(f"draft_{shape.kind}"):
         draft, memory = stage.drafter.draft(params["drafter"], state.drafter, state.context, shape, catch_up)
-    return _with_draft(state, widen(draft, stage.shape.rows), shape, memory)
+    draft = widen(draft, stage.shape.rows)
+    assert draft.scores is not None  # members of a set are deterministic
+    return _with_draft(state, draft, shape, memory), draft.scores
 
 
 def _with_draft(state: State, draft: Draft, shape: DraftShape, memory: Any) -> State:
     # A round emits one token more than it accepts: drafts past the budget cannot be used.
     room = jnp.maximum(state.limits - state.lengths, 1)
     lengths = jnp.where(state.active, jnp.minimum(draft.lengths, room), 1) if shape.is_chain else draft.lengths
-    return dataclasses.replace(state, draft=dataclasses.replace(draft, lengths=lengths), drafter=memory)
+    # Scores are for whoever cuts the draft, not for the rounds that follow.
+    return dataclasses.replace(state, draft=dataclasses.replace(draft, lengths=lengths, scores=None), drafter=memory)
 
 
 def spec_steps(stage: Stage, widths: tuple[Width, ...], rounds: int, params: Any, state: State):
@@ -217,7 +247,7 @@ def _first_nodes(draft: Draft, width: int) -> Draft:
     )
 
 
-def _emit(draft: Draft, accepted, state: State):
+def _emit(draft: Draft, accepted: Accepted, state: State):
     """Tokens of a round: the accepted path's, then the target's own; cut behind an end token and at the limit."""
     request = jnp.arange(draft.tokens.shape[0])[:, None]
     steps = jnp.arange(accepted.path.shape[1], dtype=jnp.int32)
@@ -256,7 +286,7 @@ def _logprobs(stage: Stage, state: State, logits: Array, on_path: Array, tokens:
     return jax.lax.cond(wanted, compute, lambda _: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), 0)
 
 
-def _features(stage: Stage, out, on_path: Array, committed: Array, counts: Array) -> Features | None:
+def _features(stage: Stage, out: Output, on_path: Array, committed: Array, counts: Array) -> Features | None:
     """Activations of the committed rows, for a drafter that reads them: `counts` rows from the old root on."""
     drafter = stage.drafter
     if drafter is None or not (stage.taps or drafter.wants_hidden):

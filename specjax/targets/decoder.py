@@ -43,19 +43,26 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype) if c.qk_norm else None
 
     def __call__(self, x, cos, sin, k_pages, v_pages, table, committed, rows: Rows):
+        y, k_pages, v_pages = self.attend(*self.project(x, cos, sin), k_pages, v_pages, table, committed, rows)
+        return self.out(y), k_pages, v_pages
+
+    def project(self, x: Float[Array, "N d"], cos, sin) -> tuple[Array, Array, Array]:
+        """Queries `[N, h, f]`, keys and values `[N, g, f]`, rotated."""
         c = self.config
         qkv = self.qkv(x).reshape(x.shape[0], c.num_heads + 2 * c.num_kv_heads, c.head_dim)
         q, k, v = jnp.split(qkv, (c.num_heads, c.num_heads + c.num_kv_heads), axis=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def attend(self, q, k, v, k_pages, v_pages, table, committed, rows: Rows) -> tuple[Array, Array, Array]:
+        """What the heads see, behind each other `[N, h * f]`, and the pages with the rows' keys and values written."""
         k_pages = kv.write(k_pages, k, table, rows)
         v_pages = kv.write(v_pages, v, table, rows)
+        scale = self.config.head_dim**-0.5
         with jax.named_scope("tree_attention"):
-            y = tree_attention(
-                q, k, v, k_pages, v_pages, table, committed, rows, scale=c.head_dim**-0.5, window=self.window
-            )
-        return self.out(y.reshape(x.shape[0], -1)), k_pages, v_pages
+            y = tree_attention(q, k, v, k_pages, v_pages, table, committed, rows, scale=scale, window=self.window)
+        return y.reshape(q.shape[0], -1), k_pages, v_pages
 
 
 class MLP(nnx.Module):
