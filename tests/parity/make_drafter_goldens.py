@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 from transformers import LlamaConfig, Qwen3Config
@@ -95,6 +96,15 @@ def save(name: str, model, **arrays) -> None:
         else:
             path.chmod(0o644)
     np.savez(folder / "golden.npz", **{k: np.asarray(torch.as_tensor(v).detach()) for k, v in arrays.items()})
+
+
+def pickled(name: str) -> None:
+    """The tensors of a case once more, as `torch.save` writes a state dict; one is a view, one a parameter."""
+    state = torch.nn.Module().state_dict()  # an OrderedDict with metadata
+    state |= safetensors.torch.load_file(HERE / name / "model.safetensors")
+    state["fc.weight"] = state["fc.weight"].t().contiguous().t()
+    state["norm.weight"] = torch.nn.Parameter(state["norm.weight"])
+    torch.save(state, HERE / name / "pytorch_model.bin")
 
 
 class Tape:
@@ -187,6 +197,8 @@ def specforge_eagle3(name: str, **flags) -> None:
         return out
 
     save(name, model, **given, **unroll(step, given, True))
+    if not flags:
+        pickled(name)
 
 
 def speculators_peagle(name: str) -> None:

@@ -75,3 +75,5 @@ def test_a_cached_hub_id_is_a_folder(monkeypatch, tmp_path):
     source = resolve("some-org/some-model")
     assert (source.kind, source.path) == ("hub", tmp_path)
     assert "*.safetensors" in asked["some-org/some-model"] and not any("bin" in p for p in asked["some-org/some-model"])
+    assert resolve("some-org/some-head", drafter=True).path == tmp_path
+    assert set(asked["some-org/some-head"]) == {*asked["some-org/some-model"], "pytorch_model.bin"}

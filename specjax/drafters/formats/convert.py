@@ -75,7 +75,7 @@ def convert_drafter(
 
 def _folder(source: str | os.PathLike) -> Path:
     path = Path(source).expanduser()
-    return path if path.exists() else resolve(source).path
+    return path if path.exists() else resolve(source, drafter=True).path
 
 
 def _usual(loaded: LoadedDrafter, target: DecoderConfig) -> str:

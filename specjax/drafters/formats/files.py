@@ -1,7 +1,7 @@
 """What lies in a drafter's folder: its configuration, and its tensors by name and shape.
 
-Nothing in it is executed: pickles (`*.bin`, `*.pt`) are never opened, and the Python files that `auto_map`
-points at are never imported.
+Nothing in it is executed: `pytorch_model.bin` is read by `torch_file.py`, which knows tensors and nothing else, other
+pickles are never opened, and the Python files that `auto_map` points at are never imported.
 """
 
 import dataclasses
@@ -13,7 +13,10 @@ from typing import Any
 import numpy as np
 import safetensors
 
+from specjax.drafters.formats.torch_file import TorchFile, TorchFileError
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -35,7 +38,7 @@ class Folder:
         shapes: shape of each tensor, by its name in the files.
         dtypes: stored type of each tensor, as safetensors names it.
         where: the open file of each tensor.
-        pickles: names of pickled weight files beside them.
+        pickles: names of pickled weight files.
     """
 
     path: Path
@@ -67,7 +70,7 @@ class LazyTensors(Mapping[str, np.ndarray]):
 
 
 def open_folder(path: str | Path) -> Folder:
-    """Open a folder with a `config.json` and safetensors files; no tensor is read.
+    """Open a folder with a `config.json` and safetensors files, or else `pytorch_model.bin`; no tensor is read.
 
     Raises:
         DrafterError: no such folder, no configuration, a damaged or missing file.
@@ -82,7 +85,11 @@ def open_folder(path: str | Path) -> Folder:
     where: dict[str, Any] = {}
     for file in _files(path, problems):
         try:
-            opened = safetensors.safe_open(file, framework="np")
+            opened = TorchFile(file) if file.name == PICKLED else safetensors.safe_open(file, framework="np")
+        except TorchFileError as error:
+            problems.append(f"{file.name}: {error}")
+            problems.append(pickle_advice([file.name]))
+            continue
         except (safetensors.SafetensorError, OSError) as error:
             problems.append(f"{file.name} is damaged, truncated or missing: {error}")
             continue
@@ -107,13 +114,13 @@ def pickle_advice(pickles: Collection[str]) -> str:
     """Why pickled weights are refused, and what to do."""
     name = sorted(pickles)[0]
     return (
-        f"its weights are pickled ({name}), and opening a pickle runs code from it; where you trust the file, "
+        f"a pickle ({name}) runs code when torch opens it, so this one is not read; where you trust it, "
         f'convert it: `safetensors.torch.save_file(torch.load("{name}", weights_only=True), "{SINGLE}")`'
     )
 
 
 def _files(path: Path, problems: list[str]) -> list[Path]:
-    """The safetensors files of a folder: one, or those of its index, and MTP modules exported beside them."""
+    """The files of a folder: one, those of an index, or the pickled one; and MTP modules exported beside them."""
     found: list[Path] = []
     if (path / SINGLE).exists():
         found = [path / SINGLE]
@@ -123,6 +130,8 @@ def _files(path: Path, problems: list[str]) -> list[Path]:
         if outside := [name for name in names if Path(name).name != name]:
             problems.append(f"{INDEX} names files outside its folder: {', '.join(outside)}")
         found = [path / name for name in names if name not in outside]
+    elif (path / PICKLED).exists():
+        found = [path / PICKLED]
     beside = [path / "mtp.safetensors", *sorted(path.glob("model-mtp*.safetensors"))]
     return found + [file for file in beside if file.exists() and file not in found]
 

@@ -310,15 +310,6 @@ def test_unsupported_kinds_are_named(config, tensors, named, tmp_path):
         is_drafter(Sample("", {"architectures": ["LlamaForCausalLM"]}, eagle1, {}).write(tmp_path / "y"))
 
 
-def test_pickles_are_refused_with_advice(tmp_path):
-    s = sample("eagle3-safeailab")
-    folder = Sample(s.format, s.config, {}, {}).write(tmp_path / "x")
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch run'\ntR.")
-    with pytest.raises(DrafterError, match="weights_only=True"):
-        load_drafter(folder, TARGET)
-    assert not (folder / "run").exists()
-
-
 def test_plain_model_is_no_drafter(tmp_path):
     folder = Sample("", checkpoints.LLAMA | {"architectures": ["LlamaForCausalLM"]}, {"x": array("x", 2)}, {}).write(
         tmp_path
