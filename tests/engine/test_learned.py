@@ -1,13 +1,15 @@
 """From a configuration and a drafter's folder to drafts: detection, options, notes, and the text of plain decoding."""
 
+import dataclasses
 import functools
 
 import pytest
-from support import checkpoints, toy
+from support import chat, checkpoints, toy
 from support.checkpoints import Sample
 
 from specjax import config as configs
 from specjax.config import ConfigError, RunConfig
+from specjax.engine import drafter as wiring
 from specjax.engine.drafter import make_drafter, recognised
 from specjax.sampling import SamplingParams
 
@@ -116,6 +118,23 @@ def test_a_hybrid_of_a_path(tmp_path):
     given += ["drafter.model.kind=eagle3", "drafter.model.topk=1", "drafter.rows=9", "drafter.lookup=suffix"]
     drafter, _, _ = make(recognised(configs.load(None, [*given, "drafter.model.probe=false"])).drafter)
     assert (drafter.model.shape.is_chain, drafter.lookup.kind, drafter.shape.rows) == (True, "suffix", 9)
+
+
+def test_the_probe_speaks_as_the_target_is_served(tmp_path, monkeypatch):
+    """Trap 17: it reads the target's answer in a chat, where there is a template."""
+    prompts = []
+
+    def probe(loaded, target, params, dtype, prompt):
+        prompts.append(prompt)
+        return loaded, []
+
+    monkeypatch.setattr(wiring, "probe", probe)
+    model, params = target()
+    run = RunConfig(drafter=configs.drafter({"kind": "ubtree", "model": str(sample("ubtree").write(tmp_path / "a"))}))
+    for tokenizer in (chat.letters(), dataclasses.replace(chat.letters(), chat_template=None)):
+        make_drafter(run, model, params, tokenizer, "float32", lambda note: None)
+    with_template, without = (tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts)
+    assert with_template == f"<u>u:{without}</e>\n<u>a:"
 
 
 @pytest.mark.slow

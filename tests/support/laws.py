@@ -45,7 +45,7 @@ def check_greedy(drafter, params, target, expected=None) -> None:
     chain that must be drafted after a text.
     """
     engine = engines.narrow(toy.engine(drafter, params, target, batch=len(PROMPTS)))
-    drafts = _watched(engine)
+    drafts = watched(engine)
     for prompt in PROMPTS:
         engine.submit(list(prompt), SamplingParams(max_tokens=NEW))
     results, accepted = {}, set()
@@ -79,7 +79,7 @@ def check_greedy(drafter, params, target, expected=None) -> None:
     assert met == made
 
 
-def _watched(engine) -> list:
+def watched(engine) -> list:
     """What every verify pass is about to check: `(text, room, tokens, parents)` of each request, live nodes only."""
     seen, verify = [], engine.programs.verify
 

@@ -8,7 +8,8 @@ import os
 
 import numpy as np
 import pytest
-from support import chat, toy
+from support import chat, engines, toy
+from support.scripted import ScriptedChain
 
 from specjax.cli.prompts import Conversation
 from specjax.sampling import SamplingParams
@@ -101,6 +102,23 @@ def test_the_mask_marks_what_the_target_wrote(whole):
         start, length = int(np.argmax(d.mask)), int(d.mask.sum())
         alone = engine().generate(d.tokens[:start].tolist(), SamplingParams(max_tokens=40)).token_ids
         assert alone[:length] == d.tokens[start:].tolist()
+
+
+def test_what_is_learned_is_what_is_served(whole):
+    """Trap 17: a drafter that knows the corpus by heart is right in every round where its user's words are served as a
+    chat, which is the default; without the template it is not.
+    """
+    dialogue = next(d for d in Corpus.open(whole[0]).dialogues if d.temperature == 0 and d.mask.sum() > 10)
+    user = text_of(dialogue, False).removeprefix("<u>u:").removesuffix("</e>\n<u>a:")
+    known = np.full((1, engines.POSITIONS), -1, np.int32)
+    known[0, : len(dialogue.tokens)] = dialogue.tokens
+    target = engine().target, {**engine().params["target"]}
+    served = engines.narrow(toy.engine(ScriptedChain(4), known, target, tokenizer=chat.letters(), context=256))
+    answer = SamplingParams(max_tokens=int(dialogue.mask.sum()))
+    as_chat, raw = (served.generate(user, answer, raw=raw) for raw in (False, True))
+    assert as_chat.token_ids == dialogue.tokens[dialogue.mask].tolist()
+    assert as_chat.spec.accepted == as_chat.spec.drafted > 0
+    assert raw.spec.accepted < raw.spec.drafted / 2
 
 
 def test_prompts_begin_with_their_stems(whole):
