@@ -9,6 +9,7 @@ from flax import nnx
 from specjax.array_types import Array, Float
 
 INIT_STD = 0.02
+MANY_ROWS = 128  # on a CPU, from so many on a product is as fast as any
 
 
 class RMSNorm(nnx.Module):
@@ -51,11 +52,13 @@ def _project(weight: Array, x: Array, out_dtype) -> Array:
 
 
 def _project_cpu(weight: Array, x: Array, out_dtype) -> Array:
-    """As `weight @ x.T`: with the large operand on the left, a few rows cost hardly more than one.
+    """As `weight @ x.T`: with the large operand on the left, a few rows cost hardly more than one; many do without.
 
     XLA would swap the operands back to get rid of the transposition, and then two float32 rows cost twice what one
     does; the barrier keeps them. One bfloat16 row takes a scalar path, six times the time of two, so it is padded.
     """
+    if x.shape[0] >= MANY_ROWS:
+        return _project(weight, x, out_dtype)
     single = x.shape[0] == 1 and x.dtype == jnp.bfloat16
     padded = jax.lax.optimization_barrier(jnp.pad(x, ((0, 1), (0, 0)))) if single else x
     y = jax.lax.dot_general(weight, padded, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
