@@ -27,7 +27,7 @@ RUN_HELP = """Train a drafter on a corpus that its target wrote.
   specjax train run --drafter ubtree --corpus corpus --out runs/ubtree --minutes 30 -o start=runs/dflash/drafter
 
 Families: eagle3 and mtp (training-time test); dflash, dflash2, dspark and ubtree (packed anchors). A run holds
-checkpoints, metrics.jsonl, the features with `-o features=cache`, and at its end `drafter/`, a folder in the family's
+checkpoints, metrics.jsonl, and at its end `drafter/`, a folder in the family's
 published format. Ctrl-C saves; --resume goes on to the same numbers. The rates fall to zero at the end of the run,
 whether that is counted in steps, tokens or minutes. All options: specjax/training/recipe.py."""
 
@@ -196,7 +196,8 @@ def write(trainer: "Trainer", corpus: "Corpus", folder: Path, metrics: list[dict
         command,
         trainer.calibration(),
     )
-    return export(folder, trainer.written_config, trainer.tensors(), trainer.target.config, text)
+    tensors = trainer.tensors() | trainer.candidate_head()
+    return export(folder, trainer.written_config, tensors, trainer.target.config, text)
 
 
 @contextlib.contextmanager

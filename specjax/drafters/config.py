@@ -171,6 +171,7 @@ def expected_tensors(c: HeadConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {
             "candidate_head.down.weight": (c.head_rank, d),
             "candidate_head.up.weight": (c.draft_vocab_size, c.head_rank),
+            "candidate_head.lift.weight": (d, c.head_rank),
         }
     if c.family == "dflash2":
         shapes |= {

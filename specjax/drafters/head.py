@@ -50,6 +50,10 @@ class Scores:
         """The target token of the largest logit; the first column on ties."""
         return self.tokens(jnp.argmax(self.logits, axis=-1, keepdims=True).astype(jnp.int32))[..., 0]
 
+    def sureness(self) -> Float[Array, "*rows"]:
+        """The chance of the best token, among the columns."""
+        return jnp.exp(jnp.max(self.logits, axis=-1) - jax.nn.logsumexp(self.logits, axis=-1))
+
     def top(self, k: int) -> tuple[Int[Array, "*rows k"], Float[Array, "*rows k"]]:
         """The `k` best target tokens, best first, and their log-probabilities among the columns."""
         best, columns = jax.lax.top_k(jax.nn.log_softmax(self.logits), k)
@@ -132,7 +136,8 @@ def build_head(
     """A drafter's head: its own or the target's, which is referred to and not copied.
 
     A reduced draft vocabulary without a head of its own takes its rows of the target's. Where the configuration asks
-    for a candidate head and the file has none, it is factored from the full head.
+    for a candidate head, its factors are those of the file, `down` and `up`; or `down` and the full head times `lift`,
+    which is what training stores; or, where the file has none, they are factored from the full head.
 
     Raises:
         ValueError: the d2t table does not fit the vocabularies, or there are fewer tokens than candidates.
@@ -152,11 +157,15 @@ def build_head(
             raise ValueError(
                 f"{candidates} head candidates of a draft vocabulary of {config.draft_vocab_size}: take fewer"
             )
-        names = ("candidate_head.down.weight", "candidate_head.up.weight")
-        if all(name in tensors for name in names):
-            down, up = (tensors[name] for name in names)
-        else:
+        down, up, lift = (tensors.get(f"candidate_head.{name}.weight") for name in ("down", "up", "lift"))
+        if down is None and up is None and lift is None:
             down, up = svd_factors(np.asarray(weight), config.head_rank)
+        elif down is None or (up is None) == (lift is None):
+            raise ValueError(
+                "a candidate head is `down` with `up`, or `down` with `lift`; this file has another part of them"
+            )
+        elif up is None:
+            up = project(jnp.asarray(lift, dtype).T, weight, out_dtype=jnp.float32)
         params |= {"down": jnp.asarray(down, dtype), "up": jnp.asarray(up, dtype)}
     head = Head(
         vocab_size=config.vocab_size,

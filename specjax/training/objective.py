@@ -113,6 +113,19 @@ class Objective:
         given = (tensors, head, columns, sample.batch, features, sample.anchors)
         return packed_anchors.loss(drafter, params, *given, unary_weight=self.recipe.unary_weight, **options)
 
+    def rows(
+        self, trained: dict[str, Array], scale: Any, target_params: Any, sample: Sample, features: TargetFeatures
+    ) -> Float[Array, "n d"]:
+        """What the output head reads along a text, all steps or slots one after another."""
+        tensors = self.folded(trained, scale)
+        drafter, params = self.build(tensors, target_params)
+        if not self.is_block:
+            found = jnp.stack(training_time_test.unroll(drafter, params, sample.batch, features, self.recipe.unroll))
+        else:
+            assert sample.anchors is not None
+            found = packed_anchors.blocks(drafter, params, sample.batch, features, sample.anchors)
+        return found.reshape(-1, found.shape[-1])
+
     def hits(
         self, trained: dict[str, Array], scale: Any, target_params: Any, sample: Sample, features: TargetFeatures
     ) -> Hits:

@@ -50,8 +50,8 @@ class Recipe(Strict):
         selector_top_k: (dflash2, ubtree) candidates of a position, when drafting.
         codebook_hidden: (ubtree) width of the codebook networks.
         markov_rank: (dspark) rank of the Markov head.
-        head_rank: rank of the low-rank head that picks candidates when drafting, factored from the full head when the
-            drafter is loaded; 0 scores every token. Training does not read it.
+        head_rank: rank of the low-rank head that picks candidates when drafting, fitted to the drafter's rows when the
+            drafter is written (`candidate_head.py`); 0 scores every token. The drafter's own training does not read it.
         head_candidates: tokens that it picks.
         start: a folder with a drafter whose tensors are taken over where names and shapes agree, instead of a warm
             start from the target.

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.drafters.config import HeadConfig
 from specjax.targets.decoder import Target
-from specjax.training import calibrate, evaluate, features, optimizer, warm_start
+from specjax.training import calibrate, candidate_head, evaluate, features, optimizer, warm_start
 from specjax.training.corpus import Corpus
 from specjax.training.objective import Objective, Sample
 from specjax.training.packing import Packed, pack, rows_of_step
@@ -32,6 +32,7 @@ from specjax.training.vocabulary import Chooser
 
 HELD_OUT_ANCHORS = 16  # of a packed row, when a block drafter is looked at
 KEPT = 2  # checkpoints
+HEAD_STEPS, HEAD_ROWS = 16, 16384  # batches that a candidate head is fitted to, and rows that are kept of them
 
 
 @dataclasses.dataclass
@@ -77,7 +78,7 @@ class Trainer:
         target: the model.
         params: its arrays, in the dtype of products.
         corpus: what it wrote.
-        out: folder of the run: checkpoints, metrics, features.
+        out: folder of the run: checkpoints and metrics; cached features stand beside it, for other runs to share.
         resume: go on with the run in `out`; from its beginning if it was stopped before the first checkpoint.
         start: tensors to start from where names and shapes agree, instead of a warm start.
         note: is told what is being prepared.
@@ -99,7 +100,7 @@ class Trainer:
         start: dict[str, np.ndarray] | None = None,
         note: Callable[[str], None] = lambda text: None,
     ):
-        self.recipe, self.target, self.out = recipe, target, Path(out)
+        self.recipe, self.target, self.out, self.note = recipe, target, Path(out), note
         train, held = corpus.split(recipe.held_out, recipe.seed)
         self.packed, self.held = pack(train, recipe.length), pack(held, recipe.length).some(recipe.evaluate_rows)
         vocab = target.config.vocab_size
@@ -224,6 +225,30 @@ class Trainer:
         logits, hit = (np.concatenate([np.asarray(getattr(x, n)) for x in hits]) for n in ("confidence", "hit"))
         return calibrate.fit(logits[valid], hit[valid])
 
+    def candidate_head(self) -> dict[str, np.ndarray]:
+        """Factors of the candidate head, fitted to rows of the drafter; empty where the recipe has none."""
+        r = self.recipe
+        if not r.head_rank:
+            return {}
+        rows = []
+        for step in range(HEAD_STEPS):  # rows of steps that are never trained on together
+            sample = self.sample(self.state.step + step)
+            params = self._shared if sample.features is not None else self._params
+            found = _rows(self.objective, self.state.trained, self.state.scale, params, sample)
+            rows.append(found[:: max(1, len(found) * HEAD_STEPS // HEAD_ROWS)])
+        shared = self._shared.get("head", {}).get("weight", self._shared["embedding"])
+        self.note("fitting the candidate head")
+        fitted = candidate_head.fit(
+            shared, jnp.concatenate(rows), rank=r.head_rank, candidates=r.head_candidates, seed=r.seed
+        )
+        plain, seen, trained = fitted.recall
+        self.note(
+            f"candidate head of rank {r.head_rank}: the best token is among {r.head_candidates} candidates in "
+            f"{plain:.3f} of rows by the head's own decomposition, {seen:.3f} by one that knows the rows, "
+            f"{trained:.3f} trained"
+        )
+        return {"candidate_head.down.weight": fitted.down, "candidate_head.lift.weight": fitted.lift}
+
     @property
     def written_config(self) -> HeadConfig:
         """The drafter as it is written: with the candidate head, which training leaves out."""
@@ -268,13 +293,15 @@ class Trainer:
     def _features(self, note: Callable[[str], None]) -> features.Store:
         taps = self.config.taps
         need = features.size(self.packed, self.target.config.hidden_size, taps)
-        note(f"features of {self.packed.tokens.size} tokens: {need / 1e9:.2f} GB in {self.out / 'features'}")
+        # Beside the run: drafters of one corpus that read the same streams share them.
+        name = "-".join(["features", self.packed.digest()[:12], *map(str, taps)])
+        folder, batch = self.out.parent / name, self.recipe.batch
+        note(f"features of {self.packed.tokens.size} tokens: {need / 1e9:.2f} GB in {folder}")
 
         def progress(done: int, total: int) -> None:
             if done == total or done % (self.recipe.batch * 16) == 0:
                 note(f"features: {done} of {total} rows")
 
-        folder, batch = self.out / "features", self.recipe.batch
         return features.fill(folder, self.packed, self.target, self._params, taps, batch, progress)
 
     def _fresh(self, start: dict[str, np.ndarray] | None, note: Callable[[str], None]) -> State:
@@ -320,6 +347,11 @@ def _step(objective: Objective, trained, state, scale, target_params, sample: Sa
 @functools.partial(jax.jit, static_argnums=0)
 def _hits(objective, trained, scale, target_params, sample):
     return objective.hits(trained, scale, target_params, sample, objective.features(target_params, sample))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rows(objective, trained, scale, target_params, sample):
+    return objective.rows(trained, scale, target_params, sample, objective.features(target_params, sample))
 
 
 class _Checkpoints:

@@ -51,6 +51,8 @@ def random_tensors(config: HeadConfig, seed: int = 0, scale: float = 0.35) -> di
     rng = np.random.default_rng(seed)
     tensors = {}
     for name, shape in expected_tensors(config).items():
+        if name == "candidate_head.lift.weight":
+            continue  # instead of `up`
         x = scale * rng.standard_normal(shape)
         if "norm" in name and not config.norm_offset:
             x = 1 + x

@@ -42,6 +42,8 @@ def random_tensors(config: HeadConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights at a scale where everything matters and nothing saturates."""
     rng, tensors = np.random.default_rng(seed), {}
     for name, shape in expected_tensors(config).items():
+        if name == "candidate_head.lift.weight":
+            continue  # instead of `up`
         if name == "d2t":
             ids = np.sort(rng.permutation(config.vocab_size)[: config.draft_vocab_size])
             tensors[name] = ids - np.arange(config.draft_vocab_size)
