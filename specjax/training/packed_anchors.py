@@ -20,6 +20,7 @@ from specjax.drafters.block_drafter import BlockDrafter, trained_drafts
 from specjax.drafters.embedding import embed
 from specjax.targets.layers import project
 from specjax.training import losses
+from specjax.training.attention import attend
 from specjax.training.features import TargetFeatures
 from specjax.training.packing import Batch
 from specjax.training.vocabulary import Columns
@@ -108,17 +109,16 @@ def blocks(
 def _attend(q, k, v, context_k, context_v, before, own) -> Float[Array, "b a n h f"]:
     """Rows of blocks over the context that each block sees and over its own rows."""
     count, each, size, heads, dim = q.shape
-    groups = k.shape[3]
-    q = (q * jnp.asarray(dim**-0.5, q.dtype)).reshape(count, each, size, groups, heads // groups, dim)
-    far = jnp.einsum("bangrf,btgf->bgrant", q, context_k, preferred_element_type=jnp.float32)
-    near = jnp.einsum("bangrf,bamgf->bgranm", q, k, preferred_element_type=jnp.float32)
-    far = jnp.where(before[:, None, None], far, -1e30)
-    near = jnp.where(own, near, -1e30)
-    weights = jax.nn.softmax(jnp.concatenate([far, near], axis=-1)).astype(v.dtype)
-    length = context_k.shape[1]
-    out = jnp.einsum("bgrant,btgf->bangrf", weights[..., :length], context_v)
-    out = out + jnp.einsum("bgranm,bamgf->bangrf", weights[..., length:], v)
-    return out.reshape(count, each, size, heads, dim)
+    groups, rows = k.shape[3], each * size
+    q = q * jnp.asarray(dim**-0.5, q.dtype)
+    grouped = q.reshape(count, each, size, groups, heads // groups, dim)
+    near = jnp.einsum("bangrf,bamgf->bangrm", grouped, k, preferred_element_type=jnp.float32)
+    near = jnp.where(own[:, None, None], near, -1e30).reshape(count, rows, heads, size)
+    seen = before.reshape(count, rows, -1)
+    out, weights = attend(q.reshape(count, rows, heads, dim), context_k, context_v, seen, near)
+    weights = weights.reshape(count, each, size, groups, heads // groups, size)
+    out = out.reshape(count, each, size, groups, heads // groups, dim)
+    return (out + jnp.einsum("bangrm,bamgf->bangrf", weights, v)).reshape(count, each, size, heads, dim)
 
 
 # ---------------------------------------------------------------- the term that knows the token before

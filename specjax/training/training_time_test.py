@@ -17,6 +17,7 @@ from specjax.drafters.layers import apply, attention_inputs, mlp, norm
 from specjax.drafters.recurrent import Recurrent
 from specjax.targets import rope
 from specjax.training import losses
+from specjax.training.attention import attend
 from specjax.training.features import TargetFeatures
 from specjax.training.packing import Batch
 from specjax.training.vocabulary import Columns
@@ -80,16 +81,18 @@ def _attend(q, first, grown, seen) -> Float[Array, "b t h f"]:
     """Attention over the rows of step 0 that are seen, and over the row's own later ones."""
     count, length, heads, dim = q.shape
     keys, values = first
-    groups = keys.shape[2]
-    q = (q * jnp.asarray(dim**-0.5, q.dtype)).reshape(count, length, groups, heads // groups, dim)
-    scores = jnp.einsum("btgrf,bsgf->bgrts", q, keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen[:, None, None], scores, -1e30)
-    own = [jnp.einsum("btgrf,btgf->bgrt", q, k, preferred_element_type=jnp.float32)[..., None] for k, _ in grown]
-    weights = jax.nn.softmax(jnp.concatenate([scores, *own], axis=-1)).astype(values.dtype)
-    out = jnp.einsum("bgrts,bsgf->btgrf", weights[..., :length], values)
+    q = q * jnp.asarray(dim**-0.5, q.dtype)
+    # A later row of one's own is one key for each row: no matrix, a product of numbers.
+    grouped = q.reshape(count, length, keys.shape[2], -1, dim)
+    near = [
+        jnp.einsum("btgrf,btgf->btgr", grouped, k, preferred_element_type=jnp.float32).reshape(count, length, heads)
+        for k, _ in grown
+    ]
+    near = jnp.stack(near, axis=-1) if near else jnp.zeros((count, length, heads, 0))
+    out, weights = attend(q, keys, values, seen, near)
     for i, (_, v) in enumerate(grown):
-        out = out + weights[..., length + i].transpose(0, 3, 1, 2)[..., None] * v[:, :, :, None]
-    return out.reshape(count, length, heads, dim)
+        out = out + weights[..., i, None] * jnp.repeat(v, heads // v.shape[2], axis=2)
+    return out
 
 
 def loss(
