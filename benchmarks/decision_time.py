@@ -33,14 +33,14 @@ def main() -> None:
             decision = planner.decide(rows, 1000.0)
             decided = process_time()
             live = np.full(batch, decision.shape.rows - 1)
-            count, budgets = planner.fit(decision, rows, live, 1000.0)
+            decision = planner.fit(decision, rows, live, 1000.0)
             fitted = process_time()
-            drafts = budgets - 1
+            drafts = decision.budgets - 1
             accepted = np.minimum(rng.geometric(0.35, batch) - 1, np.minimum(drafts, decision.shape.depth))
             resumed = process_time()
-            planner.observe(
-                decision, rows, 1000.0, seconds=decision.seconds, count=count, drafts=drafts, accepted=accepted
-            )
+            planner.observe(decision, rows, 1000.0, seconds=decision.seconds, count=decision.rows, accepted=accepted)
+            if decision.shape.depth:
+                planner.learn(decision.shape, rows, live, accepted)
             observed = process_time()
             for name, spent in zip(times, (decided - began, fitted - decided, observed - resumed), strict=True):
                 times[name].append(spent * 1e6)

@@ -66,6 +66,8 @@ class Draft:
         lengths: live nodes of each request, the root included; nodes past it are padding.
         q: the drafter's distribution *at* each node: the one from which the children of the node were drawn (aligned
             with the target's `p` at that node), or None where the draft is a deterministic function of the context.
+        scores: the drafter's own log chance of the path to each node, 0 at the root, in float32; None where drafts are
+            drawn: what was drawn must not decide what is verified.
     """
 
     tokens: Int[Array, "b n"]
@@ -74,6 +76,7 @@ class Draft:
     ancestors: Int[Array, "b n w"]
     lengths: Int[Array, " b"]
     q: Float[Array, "b n v"] | None = None
+    scores: Float[Array, "b n"] | None = None
 
 
 def words(rows: int) -> int:
@@ -101,7 +104,12 @@ def topology(parents: Int[Array, "b n"]) -> tuple[Int[Array, "b n"], Int[Array, 
     return jnp.sum(jax.lax.population_count(bits), axis=-1) - 1, bits
 
 
-def chain(tokens: Int[Array, "b n"], lengths: Int[Array, " b"], q: Float[Array, "b n v"] | None = None) -> Draft:
+def chain(
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    q: Float[Array, "b n v"] | None = None,
+    scores: Float[Array, "b n"] | None = None,
+) -> Draft:
     """A chain draft of `tokens` (the root first)."""
     batch, rows = tokens.shape
     index = jnp.arange(rows, dtype=jnp.int32)
@@ -117,6 +125,7 @@ def chain(tokens: Int[Array, "b n"], lengths: Int[Array, " b"], q: Float[Array, 
         ancestors=jnp.broadcast_to(bits.astype(jnp.int32), (batch, rows, words(rows))),
         lengths=lengths,
         q=q,
+        scores=scores,
     )
 
 
@@ -125,10 +134,13 @@ def tree(
     parents: Int[Array, "b n"],
     lengths: Int[Array, " b"],
     q: Float[Array, "b n v"] | None = None,
+    scores: Float[Array, "b n"] | None = None,
 ) -> Draft:
     """A tree draft of `tokens` (the root first) under `parents`."""
     depths, ancestors = topology(parents)
-    return Draft(tokens=tokens, parents=parents, depths=depths, ancestors=ancestors, lengths=lengths, q=q)
+    return Draft(
+        tokens=tokens, parents=parents, depths=depths, ancestors=ancestors, lengths=lengths, q=q, scores=scores
+    )
 
 
 def widen(draft: Draft, rows: int) -> Draft:
@@ -144,6 +156,7 @@ def widen(draft: Draft, rows: int) -> Draft:
         depths=pad(draft.depths, 0),
         ancestors=pad(draft.ancestors, words(rows) - draft.ancestors.shape[-1]),
         lengths=draft.lengths,
+        scores=None if draft.scores is None else pad(draft.scores, 0),
     )
 
 

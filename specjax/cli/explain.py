@@ -21,8 +21,13 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         + (
             ", ".join(f"{kind} {error:.3f}" for kind, error in report["calibration_error"].items()) or "nothing drafted"
         ),
+        "  rounds by reason: " + ", ".join(f"{reason} {count}" for reason, count in sorted(report["reasons"].items())),
         f"  spent on trials and shadow drafts: {1e3 * report['exploration_s']:.1f} ms (expected)",
     ]
+    for kind, table in report["scores"].items():
+        pairs = [f"{e['said']:.2f} -> {e['accepted']:.2f} ({e['drafts']:.0f})" for e in table]
+        if pairs:
+            found.append(f"  {kind} said and was right (drafts): {', '.join(pairs)}")
     switches = report["switches"]
     if len(switches) > SHOWN:
         found.append(f"  {len(switches)} changes of shape, the newest {SHOWN}:")

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from specjax.costmodel.odds import EDGE, inside, odds_ratio, shifted
 from specjax.costmodel.priors import HOT, PRIORS, Outline, Prior, outline
 from specjax.draft import DraftShape
 
@@ -25,7 +26,6 @@ WEIGHT = 12.0  # observations that a prior counts for
 REQUEST_WEIGHT = 6.0  # rounds that the batch's share of proposals counts for in a request's own
 SPREAD = 0.25  # variance of the log odds between requests, before any was seen
 SPREAD_WEIGHT = 100.0  # the information behind that number
-EDGE = 1e-3  # rates stay this far from 0 and 1: odds must be finite
 
 
 class Acceptance:
@@ -54,7 +54,7 @@ class Acceptance:
         for shape in self.shapes:
             levels = self.outlines[shape].levels
             heat = HOT ** np.linspace(0, 1, buckets)[:, None]
-            prior[self.curve[shape], :, : shape.depth] = _shifted(_inside(levels), heat)
+            prior[self.curve[shape], :, : shape.depth] = shifted(inside(levels), heat)
         self._prior = prior
         # Hits and trials, and what the level above expected of them.
         self._hits, self._trials = np.zeros_like(prior), np.zeros_like(prior)
@@ -94,14 +94,18 @@ class Acceptance:
         rates = self._curves()
         if optimism:
             deviation = np.sqrt(rates * (1 - rates) / (self._trials + WEIGHT + 1))
-            rates = _inside(rates + optimism * deviation)
+            rates = inside(rates + optimism * deviation)
         spread = (self._spread[:, 0] + SPREAD_WEIGHT * SPREAD) / (self._spread[:, 1] + SPREAD_WEIGHT)
         own = self._request[:, rows]
         shift = own[..., 0] / (own[..., 1] + 1 / np.maximum(spread, EDGE)[:, None])
         buckets = self._bucket[rows]
         alike = len(buckets) > 0 and (buckets == buckets[0]).all()  # the rule: then nothing has to be gathered
         rates = (rates[:, buckets[:1]] if alike else rates[:, buckets]).transpose(2, 0, 1)
-        return _shifted(rates, np.exp(shift)[self.kind])
+        return shifted(rates, np.exp(shift)[self.kind])
+
+    def heat(self, rows: np.ndarray) -> np.ndarray:
+        """Temperature bucket of each request."""
+        return self._bucket[rows]
 
     def live(self, rows: np.ndarray) -> np.ndarray:
         """Chance that a drafter proposes anything, `[curve, request]`."""
@@ -166,12 +170,12 @@ class Acceptance:
 
     def _base(self) -> np.ndarray:
         """The prior moved by each drafter's odds."""
-        odds = _odds_ratio(self._kind, WEIGHT)[self.kind]
-        return _shifted(self._prior, odds[:, None, None])
+        odds = odds_ratio(self._kind, WEIGHT)[self.kind]
+        return shifted(self._prior, odds[:, None, None])
 
     def _curves(self) -> np.ndarray:
         if self._rates is None:
-            self._rates = _inside((self._hits + WEIGHT * self._base()) / (self._trials + WEIGHT))
+            self._rates = inside((self._hits + WEIGHT * self._base()) / (self._trials + WEIGHT))
         return self._rates
 
 
@@ -204,19 +208,3 @@ def _tally(hits: np.ndarray, trials: np.ndarray, expected: np.ndarray) -> np.nda
     return np.stack(
         [x.sum(axis=-1) for x in (hits, trials - hits, trials * expected, trials * (1 - expected))], axis=-1
     )
-
-
-def _odds_ratio(tally: np.ndarray, weight: float) -> np.ndarray:
-    """Observed odds over expected odds, both shrunk as if `weight` hits and misses had gone as expected."""
-    sums = np.maximum(tally, 0.0) + weight  # hits, misses, expected hits, expected misses
-    return sums[..., 0] * sums[..., 3] / (sums[..., 1] * sums[..., 2])
-
-
-def _shifted(rates: np.ndarray, odds: np.ndarray) -> np.ndarray:
-    """Rates whose odds are multiplied."""
-    raised = rates * odds
-    return raised / (1 - rates + raised)
-
-
-def _inside(rates: np.ndarray) -> np.ndarray:
-    return np.clip(rates, EDGE, 1 - EDGE)

@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from specjax.costmodel import allocate
-from specjax.costmodel.acceptance import Acceptance
+from specjax.costmodel.acceptance import TEMPERATURES, Acceptance
 from specjax.costmodel.prices import MEMORY, NOISE, Prices, Quote
+from specjax.costmodel.scores import Nodes, ScoreMap
 from specjax.costmodel.tables import Table
+from specjax.costmodel.view import Choice, View
 from specjax.draft import PLAIN, DraftShape
 
 PURSE = 0.01  # share of the time that trials and shadow drafts may cost
@@ -25,6 +27,7 @@ OPENING = 1.0  # plain rounds' worth of it to begin with
 EARLY, EARLY_ROUNDS = 0.02, 150  # more than that share at first, while the engine is ahead of plain decoding
 LONGEST = 8  # rounds of a trial
 DEBT = 0.02  # share of plain's tokens that may be missing before only sure gains are taken
+RIDE = 0.01  # plain rounds: a draft that costs no more may be made in each of them
 NEGLIGIBLE = 0.01  # plain rounds: what costs less than this is as good as free
 EAGER, EVERY = 64, 4  # trials are thought of in each of the first rounds, then now and then: thinking costs too
 DOUBT = 0.7  # deviations of each depth at once: they are independent, so their sum deviates by less than theirs
@@ -43,8 +46,10 @@ class Decision:
         tokens: expected tokens of the round, of all requests.
         plain: expected tokens per second of plain decoding.
         reason: `best`; `trial`, to learn; `sure`, the best of what surely gains, as the engine is behind plain; `stay`,
-            where another is better but not yet by what the change costs.
-        shadow: a shape to draft beside a plain round, unverified: the tokens that come anyway tell its acceptance.
+            where another is better but not yet by what the change costs; `scores`, where a draft made beside a plain
+            round turned out to be worth verifying.
+        shadow: a shape to draft beside a plain round. The tokens that come anyway tell its acceptance; none of it is
+            verified, unless its scores say that it should be (`Planner.fit`).
         runner_up: the next best shape, and its rate; for a trial the best one.
     """
 
@@ -92,6 +97,7 @@ class Planner:
         self.prices = Prices(table, self.menu, counts)
         drafted = self.menu[1:]
         self.acceptance = Acceptance(drafted, batch) if acceptance is None else acceptance
+        self.scores = ScoreMap(list(dict.fromkeys(s.kind for s in drafted)), len(TEMPERATURES) + 1)
         self.explore, self.ring = explore, ring
         self.current = PLAIN
         self.rounds = 0
@@ -117,6 +123,7 @@ class Planner:
         self._lost = 0.0  # seconds that a change of shape would have saved so far
         self._errors: collections.deque = collections.deque(maxlen=HISTORY)
         self.spent = 0.0  # seconds that trials and shadow drafts have cost
+        self._reasons: collections.Counter = collections.Counter()
 
     def start(self, row: int, temperature: float = 0.0) -> None:
         """A new request decodes in a row of the batch."""
@@ -128,7 +135,7 @@ class Planner:
         """The next round of the requests in `rows` (of the batch), whose caches hold `context` tokens on average."""
         quote = self.prices.quote(len(rows), context)
         seconds = self.prices.seconds(quote)
-        view = _View(self, rows, quote, seconds, self.acceptance.live(rows))
+        view = View(self, rows, quote, seconds, self.acceptance.live(rows))
         choice, second = view.best()
         choice, reason = self._settle(view, choice)
         plain = len(rows) / seconds[0, quote.least]
@@ -145,44 +152,65 @@ class Planner:
             if trial is not None:
                 # What the trial loses against the shape that it keeps from running is known when the round is over.
                 second, choice, reason = (choice.index, choice.rate), trial, "trial"
+            elif choice.index == 0 and (ride := self._ride(view, quote)) is not None:
+                return self._decision(view, choice, plain, reason, second, shadow=ride)
         return self._decision(view, choice, plain, reason, second)
 
-    def fit(self, decision: Decision, rows: np.ndarray, live: np.ndarray, context: float) -> tuple[int, np.ndarray]:
-        """The pass for a draft that is there: total rows, and rows of each request.
+    def fit(
+        self, decision: Decision, rows: np.ndarray, live: np.ndarray, context: float, nodes: Nodes | None = None
+    ) -> Decision:
+        """The decision, now that the draft is there.
 
         Args:
             decision: made for this round.
             rows: as there.
             live: drafted nodes of each request, the root not counted.
             context: as there.
+            nodes: the drafts with their scores; without them every draft of a shape is taken for an average one, and a
+                shadow stays one.
 
         Returns:
-            Total rows of the pass and the budget of each request. The draft's time is spent, so what counts is what
-            further rows gain over the going rate.
+            The decision with the rows of the pass, the budget of each request, and what is expected of them. The
+            draft's time is spent, so what counts is what further rows gain over the going rate. A shadow that is worth
+            verifying becomes the shape.
         """
         quote = self.prices.quote(len(rows), context)
-        counts = self.prices.counts
-        if decision.shape.depth == 0 or not live.any():
-            return int(counts[quote.least]), np.ones(len(rows), int)
-        index = self.menu.index(decision.shape)
-        chances = self._nodes(index, self._levels(rows))
+        counts, shape = self.prices.counts, decision.shape
+        if decision.shadow is not None and nodes is not None:
+            shape = decision.shadow
+        index = self.menu.index(shape)
+        if shape.depth == 0 or not live.any():
+            chances = np.zeros((len(rows), 1))
+        elif nodes is None:
+            chances = self._nodes(index, self._levels(rows))
+        else:
+            doubt = DOUBT if decision.reason == "sure" else 0.0
+            chances = self.scores.chances(shape.kind, self.acceptance.heat(rows), nodes, doubt=doubt)
         chances = np.where(np.arange(chances.shape[1]) < live[:, None], chances, 0.0)
-        needed = np.searchsorted(counts, len(rows) + live.sum())
+        drafts = live.sum() if shape.depth else 0
+        needed = np.searchsorted(counts, len(rows) + drafts)
         usable = np.arange(quote.least, min(needed, len(counts) - 1) + 1)
+        times = self.prices.seconds(quote)[index, usable]
         if decision.reason == "trial":  # the pass that is on trial, if there is enough to fill it
             choice = min(int(np.searchsorted(counts[usable], decision.rows)), len(usable) - 1)
         else:
-            times = self.prices.seconds(quote)[index, usable]
             choice = allocate.best_surplus(chances, counts[usable], times, decision.rate)
+        if shape != decision.shape and choice > 0:
+            decision = dataclasses.replace(decision, shape=shape, shadow=None, reason="scores")
         total = int(counts[usable[choice]])
-        return total, allocate.budgets(chances, total)
+        return dataclasses.replace(
+            decision,
+            rows=total,
+            budgets=allocate.budgets(chances, total),
+            seconds=float(times[choice]),
+            tokens=float(allocate.expected(chances, counts[usable[choice : choice + 1]])[0]),
+        )
 
     def extra(self, decision: Decision, live: int, context: float) -> float:
         """Seconds that a round takes beside its shape: to take the shape up, and for a shadow draft."""
         shadow = decision.shadow
-        return self._entry(decision.shape) + (
-            self._shadow_cost(shadow, self.prices.quote(live, context)) if shadow else 0.0
-        )
+        entry = 0.0 if decision.reason == "scores" else self._entry(decision.shape)
+        return entry + (self._shadow_cost(shadow, self.prices.quote(live, context)) if shadow else 0.0)
 
     # ---------------------------------------------------------------- learning
 
@@ -194,30 +222,28 @@ class Planner:
         *,
         seconds: float,
         count: int,
-        drafts: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """A round is over.
+        """A round is over: its time and its tokens. What the drafts were worth is told to `learn`.
 
         Args:
-            decision: what was decided for it.
+            decision: what was decided for it, fitted.
             rows: batch rows of the requests that took part.
             context: as given to `decide`.
             seconds: how long the whole round took.
             count: total rows of the pass that ran.
-            drafts: nodes of each request that were verified, the root not counted.
-            accepted: of these, accepted.
+            accepted: drafts of each request that were accepted.
         """
         quote = self.prices.quote(len(rows), context)
         index, place = self.menu.index(decision.shape), int(np.searchsorted(self.prices.counts, count))
         self.rounds += 1
+        self._reasons[decision.reason] += 1
         self.acceptance.age()
+        self.scores.age(1 - 1 / MEMORY)
         self.prices.age()
         extra = self.extra(decision, len(rows), context)
         paid = max(seconds - extra, 0.1 * seconds)
         self.prices.observe(index, place, quote.draft[index] + quote.verify[place], paid)
-        if decision.shape.depth:
-            self.acceptance.observe(decision.shape, rows, drafts, accepted)
         for kind in self._missed:
             on = kind == decision.shape.kind or (decision.shadow is not None and kind == decision.shadow.kind)
             missed = self._missed[kind] + float(len(rows) + accepted.sum())
@@ -239,17 +265,43 @@ class Planner:
         if self._purse is not None:
             early = self.rounds < EARLY_ROUNDS and self._ahead > 0
             self._purse = min(self._purse + (PURSE + EARLY * early) * seconds - lost, 10 * OPENING * plain)
-        if decision.shape != self.current:
+        if decision.shape != self.current and decision.reason != "scores":
             self._lost = 0.0
             self.switches.append((self.rounds, self.current, decision.shape, decision.reason))
             self.current = decision.shape
 
-    def shadow(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """What became of shadow drafts: how many of each request's drafts the text that followed agrees with."""
+    def learn(
+        self,
+        shape: DraftShape,
+        rows: np.ndarray,
+        drafts: np.ndarray,
+        accepted: np.ndarray,
+        nodes: Nodes | None = None,
+        path: np.ndarray | None = None,
+    ) -> None:
+        """The text after some drafts is known, whether they were verified or not.
+
+        What a pass verifies is chosen by the scores, so what it accepts says little about the drafts that were left
+        out; the text judges all of them.
+
+        Args:
+            shape: what was drafted.
+            rows: batch rows of the requests.
+            drafts: drafted nodes of each, the root not counted.
+            accepted: depth to which each draft has the text's tokens.
+            nodes: the drafts.
+            path: which of their nodes the text goes along, roots included.
+        """
         self.acceptance.observe(shape, rows, drafts, accepted)
+        if nodes is not None and path is not None:
+            self.scores.observe(shape.kind, self.acceptance.heat(rows), nodes, 1 + drafts, path)
 
     def report(self) -> dict[str, Any]:
-        """Predicted against actual, over the newest rounds; calibration of acceptance; changes of shape."""
+        """Predicted against actual, over the newest rounds; calibration of acceptance; changes of shape.
+
+        `scores` are the maps of greedy requests: what drafters said, what was accepted, and of how many drafts (the
+        newer, the more they count). `reasons` counts rounds by `Decision.reason`.
+        """
         errors = np.array(self._errors) if self._errors else np.ones((0, 4))
         time = np.abs(np.log(errors[:, 1] / errors[:, 0]))
         tokens = np.abs(errors[:, 3] - errors[:, 2]) / errors[:, 2]
@@ -260,6 +312,13 @@ class Planner:
             "tokens_error_median": float(np.median(tokens)) if len(tokens) else 0.0,
             "tokens_bias": float(errors[:, 3].sum() / errors[:, 2].sum() - 1) if len(tokens) else 0.0,
             "calibration_error": self.acceptance.calibration_error(),
+            "scores": {
+                kind: [
+                    dict(zip(("said", "accepted", "drafts"), entry, strict=True)) for entry in self.scores.table(kind)
+                ]
+                for kind in self._missed
+            },
+            "reasons": dict(self._reasons),
             "exploration_s": self.spent,
             "switches": [
                 {"round": r, "from": dataclasses.asdict(a), "to": dataclasses.asdict(b), "reason": why}
@@ -312,7 +371,7 @@ class Planner:
         missed = 2.0 * live if shape.kind != self.current.kind else 0.0
         return self.prices.table.switch + self.prices.table.catch_up_time(self.current.kind, missed)
 
-    def _settle(self, view: "_View", choice: "Choice") -> tuple["Choice", str]:
+    def _settle(self, view: View, choice: Choice) -> tuple[Choice, str]:
         """The better shape, or the current one while what was lost by it is less than what the change costs.
 
         Buying when the rent paid so far equals the price costs at most twice what foresight would, however long the
@@ -326,18 +385,16 @@ class Planner:
         self._lost += mine.seconds * max(1 - mine.rate / choice.rate, 0.0)
         return (choice, "best") if self._lost >= entry else (mine, "stay")
 
-    def _sure(
-        self, rows: np.ndarray, quote: Quote, seconds: np.ndarray, live: np.ndarray, choice: "Choice"
-    ) -> "Choice":
+    def _sure(self, rows: np.ndarray, quote: Quote, seconds: np.ndarray, live: np.ndarray, choice: Choice) -> Choice:
         """The best of what beats plain even if acceptance and time are worse than expected by a deviation."""
         dearer = seconds * np.exp(self.prices.deviation(quote))
         dearer[0] = seconds[0]
-        careful, _ = _View(self, rows, quote, dearer, live, optimism=-DOUBT).best()
+        careful, _ = View(self, rows, quote, dearer, live, optimism=-DOUBT).best()
         return choice if careful.index == choice.index else careful
 
     def _trial(
-        self, rows: np.ndarray, quote: Quote, seconds: np.ndarray, view: "_View", choice: "Choice"
-    ) -> "Choice | DraftShape | None":
+        self, rows: np.ndarray, quote: Quote, seconds: np.ndarray, view: View, choice: Choice
+    ) -> Choice | DraftShape | None:
         """The shape from whose trial most is to be expected, or None.
 
         Its gain: the expected improvement (of a normal log rate) over the rounds for which what is learned holds, less
@@ -351,7 +408,7 @@ class Planner:
             self._purse = OPENING * plain
         if self._purse <= 0:
             return None
-        hopeful = _View(
+        hopeful = View(
             self, rows, quote, seconds * np.exp(-self.prices.deviation(quote)), view.proposing, optimism=DOUBT
         )
         found, worth, price, length = None, 0.0, 0.0, 0
@@ -383,6 +440,17 @@ class Planner:
         self._trying, self._left = (found.index, found.place), length
         return found
 
+    def _ride(self, view: View, quote: Quote) -> DraftShape | None:
+        """A shape so cheap to draft that a plain round takes it along: its scores may make it worth verifying."""
+        if self._purse is None or self._purse <= 0:
+            return None
+        found, best = None, 0.0
+        for index in range(1, len(self.menu)):
+            cost = self._shadow_cost(self.menu[index], quote)
+            if cost <= min(RIDE * view.seconds[0, quote.least], self._purse) and view.whole[index] > best:
+                found, best = self.menu[index], float(view.whole[index])
+        return found
+
     def _shadow_cost(self, shape: DraftShape, quote: Quote) -> float:
         index = self.menu.index(shape)
         missed = self._missed[shape.kind]
@@ -391,8 +459,8 @@ class Planner:
 
     def _decision(
         self,
-        view: "_View",
-        choice: "Choice",
+        view: View,
+        choice: Choice,
         plain: float,
         reason: str,
         second: tuple[int, float] | None,
@@ -417,20 +485,6 @@ class Planner:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A shape with a pass: indices into the menu and the passes, and what they are expected to do."""
-
-    index: int
-    place: int
-    tokens: float
-    seconds: float
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
-
-
 def _improvement(ahead: float, deviation: float) -> float:
     """Expected gain of a log rate that is normal around `ahead` of the chosen one's, if the better is taken then."""
     if deviation <= 0:
@@ -438,76 +492,3 @@ def _improvement(ahead: float, deviation: float) -> float:
     z = ahead / deviation
     density = math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
     return deviation * (density + z * 0.5 * math.erfc(-z / math.sqrt(2)))
-
-
-class _View:
-    """Expected rates of the menu for one round, under some seconds `[shape, pass]` and chances by depth."""
-
-    def __init__(
-        self,
-        planner: Planner,
-        rows: np.ndarray,
-        quote: Quote,
-        seconds: np.ndarray,
-        proposing: np.ndarray,
-        *,
-        optimism: float = 0.0,
-    ):
-        self.planner, self.rows, self.quote, self.seconds, self.proposing = planner, rows, quote, seconds, proposing
-        self.levels = levels = planner._levels(rows, proposing, optimism=optimism)
-        self.totals = planner._totals(levels)
-        self.full, nodes, part = planner._layout(len(rows))
-        # A drafter that often has nothing to propose mostly runs a plain pass: its time is the mean of both.
-        self.live = np.ones(len(planner.menu))
-        self.live[1:] = (proposing.sum(axis=1) / len(rows))[planner._curve]
-        bare = seconds[:, quote.least]
-        times = self.live[:, None] * seconds + ((1 - self.live) * bare)[:, None]
-        # No set of nodes beats one that takes the best request's chances for all: exact where requests are alike.
-        caps = np.zeros((len(times), planner._nodes_share.shape[1] + 1))
-        if levels.size:
-            peaks = levels.max(axis=-1)[planner._nodes_depth, planner._of[:, None]] * planner._nodes_share
-            np.cumsum(peaks, axis=1, out=caps[:, 1:])
-        caps = (caps[:, nodes] * (1 - part) + caps[:, nodes + 1] * part) * len(rows)
-        self.whole = (len(rows) + self.totals) / times[planner._index, self.full]
-        self.bounds = ((len(rows) + np.minimum(self.totals[:, None], caps)) / times).max(axis=1)
-
-    def time(self, index: int, places: Any) -> Any:
-        """Expected seconds of a shape with some passes."""
-        live = self.live[index]
-        return live * self.seconds[index, places] + (1 - live) * self.seconds[index, self.quote.least]
-
-    def best(self) -> tuple[Choice, tuple[int, float] | None]:
-        """The choice of the highest rate, and the next best whole shape with its rate.
-
-        Passes are worked out in the order of a bound that needs no sorting: all tokens of the shape, or what the pass
-        has rows for if all requests did as well as the best. Where the bound of the next shape is no better than what
-        was found, the search is over.
-        """
-        order = np.argsort(-self.bounds, kind="stable").tolist()
-        found = self.choice(order[0])
-        for index in order[1:]:
-            if self.bounds[index] <= found.rate:
-                break
-            choice = self.choice(index)
-            if choice.rate > found.rate:
-                found = choice
-        others = self.whole.copy()
-        others[found.index] = 0.0
-        second = int(np.argmax(others))
-        return found, (second, float(others[second])) if others[second] > 0 else None
-
-    def choice(self, index: int, place: int | None = None) -> Choice:
-        """A shape with its best pass, or with a given one."""
-        prices, requests = self.planner.prices, len(self.rows)
-        if index == 0:
-            return Choice(0, self.quote.least, float(requests), float(self.seconds[0, self.quote.least]))
-        full = int(self.full[index])
-        if place is None or place <= self.quote.least:
-            places = np.arange(min(self.quote.least + 1, full), full + 1)
-        else:
-            places = np.array([min(place, full)])
-        times = self.time(index, places)
-        nodes = self.planner._nodes(index, self.levels)
-        tokens = allocate.expected(nodes, prices.counts[places])
-        best = int(np.argmax(tokens / times))
-        return Choice(index, int(places[best]), float(tokens[best]), float(times[best]))

@@ -14,7 +14,7 @@ from specjax.costmodel import menu as menus
 from specjax.costmodel.planner import Planner
 from specjax.costmodel.priors import PRIORS, SIBLING, Prior, outline
 from specjax.costmodel.tables import Table
-from specjax.draft import DraftShape
+from specjax.draft import PLAIN, DraftShape
 
 Clock = Callable[[DraftShape, int, int, float], float]  # shape, requests, rows, context -> seconds
 
@@ -147,15 +147,14 @@ def _planned(
     """
     decision = planner.decide(rows, context)
     live = world.proposals(decision.shape, rows)
-    count, budgets = planner.fit(decision, rows, live, context)
-    drafts = np.minimum(live, budgets - 1)
-    accepted = world.accept(decision.shape, rows, drafts)
-    seconds = time(decision.shape, len(rows), count, context) + planner.extra(decision, len(rows), context)
+    decision = planner.fit(decision, rows, live, context)
+    accepted = world.accept(decision.shape, rows, np.minimum(live, decision.budgets - 1))
+    seconds = time(decision.shape, len(rows), decision.rows, context) + planner.extra(decision, len(rows), context)
     seconds *= jitter
-    planner.observe(decision, rows, context, seconds=seconds, count=count, drafts=drafts, accepted=accepted)
-    if decision.shadow is not None:
-        shown = world.proposals(decision.shadow, rows)
-        planner.shadow(decision.shadow, rows, shown, world.accept(decision.shadow, rows, shown))
+    planner.observe(decision, rows, context, seconds=seconds, count=decision.rows, accepted=accepted)
+    for shape in {decision.shape, decision.shadow} - {None, PLAIN}:
+        shown = world.proposals(shape, rows)
+        planner.learn(shape, rows, shown, world.agree(shape, rows, shown))
     return decision.shape, accepted, seconds
 
 
@@ -208,6 +207,10 @@ class _World:
 
     def accept(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
         """Accepted drafts of each request when its first `drafts` nodes are verified; never past its end."""
+        return np.minimum(self.agree(shape, rows, drafts), self._length[self._request[rows]] - self._done[rows] - 1)
+
+    def agree(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray) -> np.ndarray:
+        """How deep the first `drafts` nodes of each request have its text, were it to go on."""
         accepted = np.zeros(len(rows), int)
         if not shape.depth:
             return accepted
@@ -232,7 +235,7 @@ class _World:
                 node = child[node, _rank(drawn[:, depth], first[depth], shape.branching)]
                 accepted[mine] += (node >= 0) & (node < drafts[mine])
                 node = np.where(node < drafts[mine], node, -2)
-        return np.minimum(accepted, self._length[request] - done - 1)
+        return accepted
 
     def commit(self, rows: np.ndarray, accepted: np.ndarray) -> int:
         """Committed tokens of a round; requests that end free their rows."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import sampling
-from specjax.array_types import Array, Bool, Float, Int
+from specjax.array_types import Array, Bool, Float, Int, pytree
 from specjax.cache import KVCache
 from specjax.draft import Draft, DraftShape, chain
 from specjax.drafters import supertree
@@ -25,6 +25,21 @@ from specjax.drafters.ngram import copied_draft
 from specjax.targets.decoder import Target
 
 TREE_BUDGET = 31  # drafted nodes of a tree: with the root, 32 verify rows
+
+
+@pytree
+class Chosen:
+    """Drafted tokens.
+
+    Attributes:
+        tokens: target ids.
+        q: what each was drawn from, over the target's vocabulary; None where nothing was drawn.
+        chance: the drafter's own for each, where nothing was drawn.
+    """
+
+    tokens: Int[Array, "*n"]
+    q: Float[Array, "*n v"] | None
+    chance: Float[Array, "*n"] | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,35 +172,37 @@ class BlockDrafter(Backbone, abc.ABC):
     def propose(self, params: Any, hidden: Float[Array, "b k d"], context: Context, shape: DraftShape) -> Draft:
         """The family's draft from the block's post-norm hidden rows, one for each drafted position."""
 
-    def choose(self, scores: Scores, context: Context, index: Int[Array, " n"]) -> tuple[Array, Array | None]:
-        """Tokens `[b, n]` drafted from scores `[b, n, c]`, and the `q` `[b, n, v]` that they were drawn from (or None).
+    def choose(self, scores: Scores, context: Context, index: Int[Array, " n"]) -> Chosen:
+        """Tokens drafted from scores `[b, n, c]`; `index` numbers them within the round, from 0.
 
-        `index` numbers the drafts within the round, from 0.
+        Returns:
+            The tokens `[b, n]`, and what is known of them.
         """
         if not self.sampled:
-            return scores.best(), None
+            return Chosen(tokens=scores.best(), q=None, chance=scores.sureness())
         q = self.head.distribution(scores, context.sampling)
         # Keyed by the root, not by the drafted position: block verification looks past what it accepts, so a position
         # that is drafted again must get a fresh number.
         position = (context.lengths - 1)[:, None]
         u = sampling.uniforms(context.sampling.seed[:, None], position, sampling.DRAFT, index)
         tokens = scores.tokens(sampling.pick(q, u)[..., None])[..., 0]
-        return tokens, scores.spread(q, self.config.vocab_size)
+        return Chosen(tokens=tokens, q=scores.spread(q, self.config.vocab_size), chance=None)
 
-    def chain(self, context: Context, tokens: Int[Array, "b k"], q: Array | None, kept: Bool[Array, "b k"]) -> Draft:
-        """A chain of `tokens` after the root, up to the first that is not kept.
+    def chain(self, context: Context, chosen: Chosen, kept: Bool[Array, "b k"]) -> Draft:
+        """A chain of the chosen tokens after the root, up to the first that is not kept.
 
         Whether a token is kept must not depend on the token itself or on later ones. A deterministic draft also ends
         before an end token; a sampled one is never cut by its own tokens: that would bias the law.
 
         Args:
             context: what is committed.
-            tokens: target ids.
-            q: what each was drawn from, over the target's vocabulary; None for a deterministic draft.
+            chosen: the tokens, as target ids.
             kept: which tokens to propose.
         """
-        if q is None:
-            return copied_draft(context, tokens, kept)
+        tokens, q = chosen.tokens, chosen.q
+        if chosen.chance is not None:
+            return copied_draft(context, tokens, kept, chosen.chance)
+        assert q is not None
         lengths = 1 + jnp.sum(jnp.cumprod(kept.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         # q at a node is what its child was drawn from; the last node has no child.
         q = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))

@@ -30,8 +30,8 @@ class DFlash(BlockDrafter):
     kind: str = "dflash"
 
     def propose(self, params: Any, hidden: Float[Array, "b k d"], context: Context, shape: DraftShape) -> Draft:
-        tokens, q = self.choose(self.head.scores(params["head"], hidden), context, jnp.arange(shape.depth))
-        return self.chain(context, tokens, q, jnp.ones(tokens.shape, bool))
+        chosen = self.choose(self.head.scores(params["head"], hidden), context, jnp.arange(shape.depth))
+        return self.chain(context, chosen, jnp.ones(chosen.tokens.shape, bool))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,14 @@ class DFlash2(BlockDrafter):
             index, ids, unary, wanted, successors = position
             query = selector["predecessor"][token].astype(jnp.float32) * wanted
             logits = unary + jnp.einsum("br,bcr->bc", query, successors)
-            chosen, q = self.choose(Scores(logits=logits[:, None], ids=ids[:, None]), context, index[None])
-            return chosen[:, 0], (chosen[:, 0], None if q is None else q[:, 0])
+            chosen = self.choose(Scores(logits=logits[:, None], ids=ids[:, None]), context, index[None])
+            chosen = jax.tree.map(lambda x: x[:, 0], chosen)
+            return chosen.tokens, chosen
 
         each = (x.swapaxes(0, 1) for x in (ids, unary, wanted.reshape(batch, depth, -1), successors))
         _, chosen = jax.lax.scan(walk, root(context), (jnp.arange(depth), *each))
-        tokens, q = jax.tree.map(lambda x: x.swapaxes(0, 1), chosen)
-        return self.chain(context, tokens, q, jnp.ones(tokens.shape, bool))
+        chosen = jax.tree.map(lambda x: x.swapaxes(0, 1), chosen)
+        return self.chain(context, chosen, jnp.ones(chosen.tokens.shape, bool))
 
 
 def check_candidates(drafter: BlockDrafter, count: int) -> None:

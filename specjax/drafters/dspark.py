@@ -82,18 +82,18 @@ class DSpark(BlockDrafter):
                 logits = logits + self._bias(params["markov"]["w2"], phi, columns)
             confidence = self._confidence(params, h, e) if self.confidence_threshold else jnp.zeros((batch,))
             here = Scores(logits=logits[:, None], ids=ids)
-            chosen, q = self.choose(here, context, index[None])
-            return (chosen[:, 0], memory), (chosen[:, 0], None if q is None else q[:, 0], confidence)
+            chosen = jax.tree.map(lambda x: x[:, 0], self.choose(here, context, index[None]))
+            return (chosen.tokens, memory), (chosen, confidence)
 
         memory = jnp.zeros((batch, self.config.markov_rank), jnp.float32)
         each = jax.tree.map(lambda x: x.swapaxes(0, 1), (hidden, scores.logits, own))
         each = (jnp.arange(depth), *each)
         _, chosen = jax.lax.scan(walk, (root(context), memory), each)
-        tokens, q, confidence = jax.tree.map(lambda x: x.swapaxes(0, 1), chosen)
+        chosen, confidence = jax.tree.map(lambda x: x.swapaxes(0, 1), chosen)
         if not self.confidence_threshold:
-            return self.chain(context, tokens, q, jnp.ones(tokens.shape, bool))
+            return self.chain(context, chosen, jnp.ones(confidence.shape, bool))
         temperature = jnp.asarray(self.calibration[:depth] or (1.0,) * depth, jnp.float32)
-        return self.chain(context, tokens, q, jax.nn.sigmoid(confidence / temperature) >= self.confidence_threshold)
+        return self.chain(context, chosen, jax.nn.sigmoid(confidence / temperature) >= self.confidence_threshold)
 
     def _markov(self, params: Any, e: Float[Array, "b r"], h: Float[Array, "b d"], memory: Float[Array, "b r"]):
         """What W2 multiplies, and the recurrent state after the token before."""

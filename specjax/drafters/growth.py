@@ -66,6 +66,7 @@ class Grown:
     parents: Int[Array, "b n"]
     lengths: Int[Array, " b"]
     q: Float[Array, "b n v"] | None
+    scores: Float[Array, "b n"]
 
 
 def run_rows(shape: DraftShape) -> int:
@@ -177,4 +178,5 @@ def _rerank(
         parents=jnp.concatenate([jnp.full((batch, 1), -1, jnp.int32), parent], axis=1),
         lengths=1 + jnp.sum(live, axis=1, dtype=jnp.int32),
         q=q,
+        scores=jnp.pad(jnp.where(live, best, 0.0), ((0, 0), (1, 0))),
     )

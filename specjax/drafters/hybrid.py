@@ -128,4 +128,8 @@ def graft(branch: Draft, onto: Draft, rows: int) -> Draft:
     tokens = tokens.at[request, at].set(onto.tokens, mode="drop")
     parents = parents.at[request, at].set(parent, mode="drop")
     total = jnp.minimum(lengths[:, 0] + jnp.sum(beside, axis=1, dtype=jnp.int32), rows)
-    return tree(tokens, parents, total)
+    scores = None
+    if branch.scores is not None and onto.scores is not None:
+        scores = jnp.zeros((batch, rows), jnp.float32).at[:, :width].set(branch.scores[:, :width])
+        scores = jnp.where(slots < lengths, scores, 0.0).at[request, at].set(onto.scores, mode="drop")
+    return tree(tokens, parents, total, scores=scores)

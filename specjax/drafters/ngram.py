@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.array_types import Array, Bool, Int
+from specjax.array_types import Array, Bool, Float, Int
 from specjax.draft import Draft, DraftShape, chain
 from specjax.drafters.base import Context, Weightless
 
@@ -18,6 +18,7 @@ from specjax.drafters.base import Context, Weightless
 # other, so a match can run into neither.
 NO_TOKEN = -1
 NO_CONTEXT = -2
+TINY = 1e-9  # no chance is smaller: its logarithm must be finite
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,18 +66,21 @@ class NGram(Weightless):
         with jax.named_scope("ngram_draft"):
             corpus = own_corpus(context)
             suffix = context_suffix(corpus, context.lengths, self.prompt_lookup_max)
-            copied = jax.vmap(lambda c, s: self._copy(c, s, shape.depth))(corpus, suffix)
-            return copied_draft(context, copied, copied >= 0), state
+            copied, matched = jax.vmap(lambda c, s: self._copy(c, s, shape.depth))(corpus, suffix)
+            return copied_draft(context, copied, copied >= 0, match_chance(matched[:, None], shape.depth)), state
 
-    def _copy(self, corpus: Array, suffix: Array, depth: int) -> Array:
-        """The `depth` tokens after the best occurrence of the end of one request's text; NO_TOKEN past the last."""
+    def _copy(self, corpus: Array, suffix: Array, depth: int) -> tuple[Array, Array]:
+        """The `depth` tokens after the best occurrence of the end of one request's text, and how many of it match.
+
+        NO_TOKEN stands past the last.
+        """
         size = corpus.shape[0]
         position = jnp.arange(size, dtype=jnp.int32)
         length = match_lengths(corpus, suffix)
         # One number orders occurrences by length, then by recency, and tells where the best of them ends.
         best = jnp.max(jnp.where(length >= self.prompt_lookup_min, length * size + position, -1))
         following = best % size + 1 + jnp.arange(depth, dtype=jnp.int32)
-        return jnp.where(best >= 0, read(corpus, following), NO_TOKEN)
+        return jnp.where(best >= 0, read(corpus, following), NO_TOKEN), jnp.maximum(best, 0) // size
 
 
 def own_corpus(context: Context) -> Int[Array, "b t"]:
@@ -115,14 +119,31 @@ def read(corpus: Int[Array, " t"], positions: Int[Array, "*any"]) -> Int[Array, 
     return corpus.at[positions].get(mode="fill", fill_value=NO_TOKEN)
 
 
-def copied_draft(context: Context, tokens: Int[Array, "b k"], proposed: Bool[Array, "b k"]) -> Draft:
-    """A chain of the `proposed` tokens after each root, up to the first that is not proposed or ends the request."""
+def match_chance(length: Int[Array, "*n one"], depth: int) -> Float[Array, "*n k"]:
+    """The chance of each of `depth` copied tokens, given those before it, after a match of `length` tokens.
+
+    Odds of `(length + d / 2) ** 2 / 4` for the draft after d others: within 0.06 of what the dialogues of
+    SmolLM2-135M-Instruct show for matches of 2 and of 5 and more tokens (52,000 of them), up to 0.13 above it between.
+    """
+    odds = (length + jnp.arange(depth, dtype=jnp.float32) / 2) ** 2 / 4
+    return odds / (1 + odds)
+
+
+def copied_draft(
+    context: Context, tokens: Int[Array, "b k"], proposed: Bool[Array, "b k"], chance: Float[Array, "b k"]
+) -> Draft:
+    """A chain of the `proposed` tokens after each root, up to the first that is not proposed or ends the request.
+
+    `chance` is the drafter's own for each token, given that those before it are right.
+    """
     ends = jnp.any(tokens[:, :, None] == context.eos[:, None, :], axis=-1)
     wanted = proposed & ~ends & context.active[:, None]
     live = jnp.cumprod(wanted.astype(jnp.int32), axis=1)
     root = jnp.take_along_axis(context.tokens, jnp.maximum(context.lengths - 1, 0)[:, None], axis=1)
     # Padding is given token 0, so that an embedding lookup of it stays in range.
-    return chain(jnp.concatenate([root, tokens * live], axis=1), 1 + jnp.sum(live, axis=1, dtype=jnp.int32))
+    scores = jnp.pad(jnp.cumsum(jnp.log(jnp.maximum(chance, TINY)), axis=1), ((0, 0), (1, 0)))
+    lengths = 1 + jnp.sum(live, axis=1, dtype=jnp.int32)
+    return chain(jnp.concatenate([root, tokens * live], axis=1), lengths, scores=scores)
 
 
 def check_shape(drafter: Any, shape: DraftShape) -> None:

@@ -87,7 +87,7 @@ class PEagle(Eagle3):
         batch, root = rows.shape[0], context.lengths - 1
         if not self.sampled:
             drafts = scores.best()
-            return copied_draft(context, drafts, jnp.ones_like(drafts, bool)), state
+            return copied_draft(context, drafts, jnp.ones_like(drafts, bool), scores.sureness()), state
         drawn_from = self.head.distribution(scores, context.sampling)
         u = sampling.uniforms(context.sampling.seed[:, None], root[:, None], sampling.DRAFT, jnp.arange(shape.depth))
         drafts = scores.tokens(sampling.pick(drawn_from, u)[..., None])[..., 0]

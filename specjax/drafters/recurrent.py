@@ -116,7 +116,8 @@ class Recurrent(Causal):
         carry = (condition, self.empty_tile(positions))
         token = context.tokens[jnp.arange(root.shape[0]), root]
         grown = growth.grow(expand, token, first, carry, shape)
-        return tree(grown.tokens, grown.parents, grown.lengths, grown.q), state
+        scores = None if self.sampled else grown.scores
+        return tree(grown.tokens, grown.parents, grown.lengths, grown.q, scores), state
 
     def finish(self, state: KVCache, row: Array, tokens: Array, prompt_length: Array, length: Array) -> KVCache:
         del row, tokens, prompt_length, length

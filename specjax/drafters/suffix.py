@@ -22,6 +22,7 @@ from specjax.drafters.ngram import (
     check_shape,
     context_suffix,
     copied_draft,
+    match_chance,
     match_lengths,
     own_corpus,
     read,
@@ -118,19 +119,26 @@ class Suffix(Weightless):
         with jax.named_scope("suffix_draft"):
             own = own_corpus(context)
             suffix = context_suffix(own, context.lengths, self.max_depth)
-            tokens, counts = jax.vmap(lambda o, s: self._best(o, state, s, shape.depth))(own, suffix)
+            tokens, counts, chances = jax.vmap(lambda o, s: self._best(o, state, s, shape.depth))(own, suffix)
             proposed = jnp.arange(shape.depth) < counts[:, None]
-            return copied_draft(context, tokens, proposed), state
+            return copied_draft(context, tokens, proposed, chances), state
 
-    def _best(self, own: Array, past: Array, suffix: Array, depth: int) -> tuple[Array, Array]:
-        """The best-scored path of one request over both corpora: tokens `[depth]` and how many of them are drafted."""
+    def _best(self, own: Array, past: Array, suffix: Array, depth: int) -> tuple[Array, Array, Array]:
+        """The best-scored path of one request over both corpora.
+
+        Returns:
+            Tokens `[depth]`, how many of them are drafted, and the chance of each: the share of the occurrences that go
+            on with it, as far as a match of that length is to be trusted.
+        """
         corpora = [corpus for corpus in (own, past) if corpus.shape[0]]
         found = [self._occurrences(corpus, suffix, depth) for corpus in corpora]
         length, position, following = (jnp.stack(parts) for parts in zip(*found, strict=True))
-        tokens, count, score = jax.vmap(self._paths)(length, position, following)
+        tokens, count, score, share = jax.vmap(self._paths)(length, position, following)
         # Own text before the past, long matches before short: the first of the best is the winner.
         winner = jnp.argmax(score.reshape(-1))
-        return tokens.reshape(-1, depth)[winner], count.reshape(-1)[winner]
+        matched = self.max_depth - winner % self.max_depth
+        chance = share.reshape(-1, depth)[winner] * match_chance(matched[None], depth)
+        return tokens.reshape(-1, depth)[winner], count.reshape(-1)[winner], chance
 
     def _occurrences(self, corpus: Array, suffix: Array, depth: int) -> tuple[Array, Array, Array]:
         """The `occurrences` longest matches, of equals the latest: length, position, and the `depth` tokens after."""
@@ -141,8 +149,13 @@ class Suffix(Weightless):
         position = size - 1 - back
         return length.astype(jnp.int32), position, read(corpus, position[:, None] + 1 + jnp.arange(depth))
 
-    def _paths(self, length: Array, position: Array, following: Array) -> tuple[Array, Array, Array]:
-        """The path of each match length, the longest first: tokens `[m, depth]`, drafted counts and scores `[m]`."""
+    def _paths(self, length: Array, position: Array, following: Array) -> tuple[Array, Array, Array, Array]:
+        """The path of each match length, the longest first.
+
+        Returns:
+            Tokens `[m, depth]`, drafted counts and scores `[m]`, and the share of each node's occurrences that go on
+            with its token `[m, depth]`.
+        """
         # A node of the tree is a set of occurrences: at first, for each match length, those that match so far.
         matched = length >= np.arange(self.max_depth, 0, -1)[:, None]
         agreed = [jnp.ones((), bool)]
@@ -162,17 +175,20 @@ class Suffix(Weightless):
             most = jnp.max(jnp.where(node, votes, 0), axis=1)
             leader = jnp.argmax(jnp.where(node & (votes == most[:, None]), position, -1), axis=1)
             total = jnp.maximum(jnp.sum(node, axis=1, dtype=jnp.int32), 1)
-            probability *= most.astype(jnp.float32) / total.astype(jnp.float32)
+            share = most.astype(jnp.float32) / total.astype(jnp.float32)
+            probability *= share
             wanted = (most > 0) & (step < budget) & (probability >= self.min_token_prob)
             carry = node & same[leader], probability, score + jnp.where(wanted, probability, 0.0), count + wanted
-            return carry, token[leader]
+            return carry, (token[leader], share)
 
         depth = following.shape[1]
         budget = self._budgets(depth)[::-1]
         zero = jnp.zeros((self.max_depth,), jnp.float32)
         start = matched, zero + 1, zero, jnp.zeros((self.max_depth,), jnp.int32)
-        (_, _, score, count), tokens = jax.lax.scan(follow, start, (following.T, same, votes, np.arange(depth)))
-        return tokens.T, count, score
+        (_, _, score, count), (tokens, share) = jax.lax.scan(
+            follow, start, (following.T, same, votes, np.arange(depth))
+        )
+        return tokens.T, count, score, share.T
 
     def _budgets(self, depth: int) -> np.ndarray:
         """The most drafted tokens after a match of 1, 2, ..., `max_depth` tokens."""

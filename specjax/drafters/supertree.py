@@ -76,6 +76,7 @@ def grow(
         jnp.concatenate([root[:, None], jnp.where(alive, tokens, 0)], axis=1),
         jnp.concatenate([jnp.full((batch, 1), -1, jnp.int32), parent], axis=1),
         1 + jnp.sum(alive, axis=1, dtype=jnp.int32),
+        scores=jnp.pad(jnp.where(alive, rank, 0.0), ((0, 0), (1, 0))),
     )
 
 

@@ -2,10 +2,11 @@
 
 What the host does in a round, and when:
 
-    fit the standing draft -> dispatch verify -> decide the next draft -> dispatch it -> wait for tokens and live rows
+    fit the standing draft -> dispatch verify -> decide the next draft -> dispatch it -> wait for tokens and the draft
 
 The decision rests on rounds that are over: the one that the device works on is not among them, so nothing waits for it
-and nothing that it samples decides its shape.
+and nothing that it samples decides its shape. How much of a draft is verified follows from its scores, which are
+functions of the text so far.
 """
 
 import dataclasses
@@ -17,8 +18,9 @@ import jax
 import numpy as np
 
 from specjax.costmodel.planner import Decision, Planner
-from specjax.draft import DraftShape
+from specjax.costmodel.scores import Nodes
 from specjax.drafters.drafter_set import DrafterSet
+from specjax.engine.follow import Followed
 from specjax.engine.programs import Programs
 from specjax.engine.state import Emitted, State
 
@@ -29,8 +31,8 @@ class Standing:
 
     Attributes:
         decision: why.
-        live: live nodes of each batch row, the root included, and the nodes' tokens and parents; None where nothing was
-            drafted.
+        live: live nodes of each batch row, the root included; None where nothing was drafted.
+        proposal: tokens, parents and scores of the nodes.
         cost: seconds that drafting it was expected to take.
         caught_up: kinds that had taken in everything when it was made.
     """
@@ -40,36 +42,6 @@ class Standing:
     proposal: Any
     cost: float
     caught_up: set[str]
-
-
-@dataclasses.dataclass
-class Shadow:
-    """A draft that no pass verifies: the tokens that come anyway tell how much of it was right.
-
-    Attributes:
-        shape: its shape.
-        row: batch row.
-        tokens: of its live nodes, the root first.
-        parents: of the same.
-        said: tokens that came after the root.
-    """
-
-    shape: DraftShape
-    row: int
-    tokens: np.ndarray
-    parents: np.ndarray
-    said: list[int] = dataclasses.field(default_factory=list)
-
-    @property
-    def accepted(self) -> int:
-        """Drafts on the path that the tokens take."""
-        node = 0
-        for depth, token in enumerate(self.said):
-            children = np.flatnonzero((self.parents == node) & (self.tokens == token))
-            if not len(children):
-                return depth
-            node = int(children[0])
-        return len(self.said)
 
 
 class Pilot:
@@ -91,7 +63,7 @@ class Pilot:
         kinds = [member.kind for member in drafters.members if drafters.reads_features(member.kind)]
         self._waiting = {kind: np.zeros(programs.batch, int) for kind in kinds}  # rows to take in, of each request
         self._standing: Standing | None = None
-        self._shadows: list[Shadow] = []
+        self._followed: list[Followed] = []
         self._since = 0.0
 
     def admitted(self, row: int, temperature: float) -> None:
@@ -104,7 +76,8 @@ class Pilot:
         """The request of a row has ended or was given up."""
         for waiting in self._waiting.values():
             waiting[row] = 0
-        self._shadows = [shadow for shadow in self._shadows if shadow.row != row]
+        for followed in self._followed:
+            followed.drop(row)
 
     def round(self, params: Any, state: State, rows: np.ndarray, context: float) -> tuple[State, Emitted, np.ndarray]:
         """One round.
@@ -125,8 +98,7 @@ class Pilot:
             standing.live, standing.proposal = jax.device_get((standing.live, standing.proposal))
             for kind in standing.caught_up:
                 self._waiting[kind][rows] = 0
-        self._cast_shadows(standing, rows)
-        verified = self._fit(standing, rows, context)
+        decision, verified = self._fit(standing, rows, context)
         width = self.programs.fit(verified)
         state, emitted = self.programs.verify(width, params, state, np.maximum(verified, 1).astype(np.int32))
         state, following = self._draft(params, state, rows, context, verified)
@@ -136,15 +108,14 @@ class Pilot:
             waiting[rows] = 0 if kind in following.caught_up else waiting[rows] + emitted.counts[rows]
         # The time since the last round ended holds this round's pass and the next one's draft: exchange the drafts.
         self.planner.observe(
-            standing.decision,
+            decision,
             rows,
             context,
             seconds=max(now - self._since - following.cost + standing.cost, 1e-6),
             count=width.count,
-            drafts=verified[rows] - 1,
             accepted=np.maximum(emitted.counts[rows] - 1, 0),
         )
-        self._follow_shadows(emitted)
+        self._learn(emitted)
         self._standing, self._since = following, now
         return state, emitted, verified
 
@@ -172,38 +143,27 @@ class Pilot:
             caught_up |= {drafted.kind} & set(self._waiting)
         draft = self.planner.prices.quote(len(rows), context).draft[self.planner.menu.index(decision.shape)]
         cost = float(draft) + self.planner.extra(decision, len(rows), context)
-        return state, Standing(decision, live, proposal if decision.shadow else None, cost, caught_up)
+        return state, Standing(decision, live, proposal, cost, caught_up)
 
-    def _fit(self, standing: Standing, rows: np.ndarray, context: float) -> np.ndarray:
-        """Rows of each batch row to verify."""
-        verified = np.zeros(self.programs.batch, int)
+    def _fit(self, standing: Standing, rows: np.ndarray, context: float) -> tuple[Decision, np.ndarray]:
+        """The decision with what the draft's scores say, and rows of each batch row to verify."""
+        decision, verified = standing.decision, np.zeros(self.programs.batch, int)
         verified[rows] = 1
-        if standing.decision.shape.depth:
-            live = np.maximum(standing.live[rows], 1)
-            _, budgets = self.planner.fit(standing.decision, rows, live - 1, context)
-            verified[rows] = np.minimum(live, budgets)
-        return verified
+        shape = decision.shadow or decision.shape
+        if not shape.depth:
+            return dataclasses.replace(decision, budgets=verified[rows]), verified
+        live = np.maximum(standing.live[rows], 1)
+        tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
+        nodes = Nodes(scores, parents)
+        self._followed.append(Followed(shape, rows, live, tokens, nodes))
+        decision = self.planner.fit(decision, rows, live - 1, context, nodes)
+        verified[rows] = np.minimum(live, decision.budgets)
+        return decision, verified
 
-    def _cast_shadows(self, standing: Standing, rows: np.ndarray) -> None:
-        shape = standing.decision.shadow
-        if shape is None:
-            return
-        tokens, parents = standing.proposal
-        for row in rows.tolist():
-            live = int(standing.live[row])
-            if live > 1:
-                self._shadows.append(Shadow(shape, row, tokens[row, :live], parents[row, :live]))
-            else:
-                self.planner.shadow(shape, np.array([row]), np.array([0]), np.array([0]))
-
-    def _follow_shadows(self, emitted: Emitted) -> None:
-        """What came out in this round, held against the shadow drafts; those that it has outgrown are done."""
-        left = []
-        for shadow in self._shadows:
-            shadow.said += emitted.tokens[shadow.row, : emitted.counts[shadow.row]].tolist()
-            if len(shadow.said) < shadow.shape.depth:
-                left.append(shadow)
-                continue
-            drafts, accepted = np.array([len(shadow.tokens) - 1]), np.array([shadow.accepted])
-            self.planner.shadow(shadow.shape, np.array([shadow.row]), drafts, accepted)
-        self._shadows = left
+    def _learn(self, emitted: Emitted) -> None:
+        """What came out in this round, held against the drafts under way."""
+        for followed in self._followed:
+            followed.advance(emitted)
+            if (outcome := followed.outcome()) is not None:
+                self.planner.learn(**vars(outcome))
+        self._followed = [followed for followed in self._followed if not followed.over]

@@ -18,7 +18,7 @@ from specjax.engine.state import Emitted, State
 from specjax.engine.step import Stage, Width
 from specjax.pallas_kernels.dispatch import Kernels, traced_with
 
-Proposal = tuple[jax.Array, jax.Array]
+Proposal = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def verify_widths(batch: int, rows: int) -> tuple[Width, ...]:
@@ -74,10 +74,10 @@ class Programs:
         self._insert = jax.jit(entry.insert, donate_argnums=0)
         self._release = jax.jit(functools.partial(entry.release, stage), donate_argnums=0)
         self._prefill = {
-            size: _target_program(stage.kernels, functools.partial(entry.prefill, stage, size)) for size in sizes
+            size: target_program(stage.kernels, functools.partial(entry.prefill, stage, size)) for size in sizes
         }
         self._verify = {
-            w: _target_program(stage.kernels, functools.partial(step.verify_commit, stage, w)) for w in self.widths
+            w: target_program(stage.kernels, functools.partial(step.verify_commit, stage, w)) for w in self.widths
         }
         self._draft = jax.jit(traced_with(stage.kernels, functools.partial(_draft, stage)), donate_argnums=1)
         self._many: dict[int, Callable] = {}
@@ -108,7 +108,7 @@ class Programs:
         return self._verify[width](params, state, budgets)
 
     def draft_as(self, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array, Proposal]:
-        """Redraft in a shape of the set's menu; the live rows of each request, and the nodes' tokens and parents."""
+        """Redraft in a shape of the set's menu; live rows of each request; tokens, parents, scores of the nodes."""
         return self._members[shape](params, state)
 
     def catch_up(self, kind: str, params: Any, state: State) -> State:
@@ -123,7 +123,7 @@ class Programs:
         """Up to `rounds` rounds on the device: `(state, (emitted, live rows)[rounds, ...], ran)`."""
         if rounds not in self._many:
             function = functools.partial(step.spec_steps, self.stage, self.widths, rounds)
-            self._many[rounds] = _target_program(self.stage.kernels, function)
+            self._many[rounds] = target_program(self.stage.kernels, function)
         return self._many[rounds](params, state)
 
     def chunks(self, length: int) -> list[tuple[int, int]]:
@@ -178,7 +178,7 @@ class Programs:
         return time.perf_counter() - started
 
 
-def _target_program(kernels: Kernels, function: Callable) -> Callable:
+def target_program(kernels: Kernels, function: Callable) -> Callable:
     """Jit a program that runs the target, its state (second argument) donated.
 
     On a CPU the time goes into the matrix products of a library, and LLVM's higher levels only cost compile time: a
@@ -201,12 +201,16 @@ def _member_programs(stage: Stage, drafters: DrafterSet) -> tuple[dict[DraftShap
     catch_up: dict[str, Callable] = {}
     for shape in sorted(drafters.menu, key=lambda shape: -shape.rows):  # the smallest shape stays
         if drafters.reads_features(shape.kind):
-            catch_up[shape.kind] = jax.jit(functools.partial(step.redraft_as, stage, shape, True), donate_argnums=1)
+            catch_up[shape.kind] = jax.jit(functools.partial(_catch_up, stage, shape), donate_argnums=1)
     return drafts, catch_up
 
 
+def _catch_up(stage: Stage, shape: DraftShape, params: Any, state: State) -> State:
+    return step.redraft_as(stage, shape, True, params, state)[0]
+
+
 def _draft_as(stage: Stage, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array, Proposal]:
-    state = step.redraft_as(stage, shape, False, params, state)
+    state, scores = step.redraft_as(stage, shape, False, params, state)
     live = jnp.where(state.active, state.draft.lengths, 0)
     # Values of their own: the state's buffers are given away with the next call.
-    return state, live, (state.draft.tokens + 0, state.draft.parents + 0)
+    return state, live, (state.draft.tokens + 0, state.draft.parents + 0, scores)

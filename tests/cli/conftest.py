@@ -91,6 +91,8 @@ class FakePilot:
             "tokens_error_median": 0.1,
             "tokens_bias": -0.02,
             "calibration_error": {"ngram": 0.031},
+            "scores": {"ngram": [{"said": 0.5, "accepted": 0.41, "drafts": 12.0}], "mtp": []},
+            "reasons": {"best": 30, "scores": 10},
             "exploration_s": 0.002,
             "switches": [{"round": 3, "from": plain, "to": lookup, "reason": "trial"}] * 14,
         }

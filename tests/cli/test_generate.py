@@ -42,6 +42,8 @@ def test_explain(engines, capsys):
     assert out == "hi\n"
     assert "12 rounds, now eagle3 3x4, 12 rows" in err
     assert "time of a round: off by 5.0% in the median" in err
+    assert "rounds by reason: best 30, scores 10" in err
+    assert "ngram said and was right (drafts): 0.50 -> 0.41 (12)" in err
     assert "acceptance: ngram 0.031" in err
     assert "14 changes of shape, the newest 12" in err
     assert err.count("round 3: plain -> ngram x5 (trial)") == 12

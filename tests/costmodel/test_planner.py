@@ -106,17 +106,18 @@ def play(plan, accepted, rounds, *, slower=None, batch=3, shadow=None):
     for _ in range(rounds):
         decision = plan.decide(rows, 500.0)
         live = np.full(batch, decision.shape.rows - 1)
-        count, budgets = plan.fit(decision, rows, live, 500.0)
+        decision = plan.fit(decision, rows, live, 500.0)
         index = plan.menu.index(decision.shape)
         quote = plan.prices.quote(batch, 500.0)
-        seconds = quote.draft[index] + quote.verify[int(np.searchsorted(plan.prices.counts, count))]
+        seconds = quote.draft[index] + quote.verify[int(np.searchsorted(plan.prices.counts, decision.rows))]
         seconds = seconds * (slower or {}).get(decision.shape, 1.0) + plan.extra(decision, batch, 500.0)
-        drafts = budgets - 1
-        took = np.minimum(np.minimum(accepted, drafts), decision.shape.depth)
-        plan.observe(decision, rows, 500.0, seconds=seconds, count=count, drafts=drafts, accepted=took)
+        took = np.minimum(np.minimum(accepted, decision.budgets - 1), decision.shape.depth)
+        plan.observe(decision, rows, 500.0, seconds=seconds, count=decision.rows, accepted=took)
+        if decision.shape.depth:
+            plan.learn(decision.shape, rows, live, np.full(batch, min(accepted, decision.shape.depth)))
         if decision.shadow is not None and shadow is not None:
             drafts = np.full(batch, decision.shadow.rows - 1)
-            plan.shadow(decision.shadow, rows, drafts, np.full(batch, min(shadow, decision.shadow.depth)))
+            plan.learn(decision.shadow, rows, drafts, np.full(batch, min(shadow, decision.shadow.depth)))
         made.append(decision)
     return made
 
@@ -233,9 +234,9 @@ def test_fit_runs_a_plain_pass_when_nothing_was_proposed():
     plan = planner(flat(), explore=False)
     decision = plan.decide(np.arange(3), 500.0)
     assert decision.shape.depth
-    count, budgets = plan.fit(decision, np.arange(3), np.zeros(3, int), 500.0)
-    assert count == 3
-    assert budgets.tolist() == [1, 1, 1]
-    _, budgets = plan.fit(decision, np.arange(3), np.array([2, 0, 0]), 500.0)
-    assert budgets.tolist()[1:] == [1, 1]
-    assert budgets[0] <= 3
+    fitted = plan.fit(decision, np.arange(3), np.zeros(3, int), 500.0)
+    assert fitted.rows == 3
+    assert fitted.budgets.tolist() == [1, 1, 1]
+    fitted = plan.fit(decision, np.arange(3), np.array([2, 0, 0]), 500.0)
+    assert fitted.budgets.tolist()[1:] == [1, 1]
+    assert fitted.budgets[0] <= 3

@@ -96,3 +96,19 @@ def test_every_priced_drafter_has_shapes_and_priors():
         assert roofline.draft(H100, DRAFTERS[shape.kind], shape, 4, 1024) > 0
     with pytest.raises(ValueError, match="no shapes are known for a drafter 'psychic'"):
         menu.shapes(["psychic"])
+
+
+def test_phases_of_a_round_add_up_and_are_the_sizes_of_their_matrices():
+    shape = DraftShape.chain("eagle3", 3)
+    found = roofline.round_phases(H100, DRAFTERS["eagle3"], shape, 8, 32, 2000)
+    assert list(found) == ["draft", "qkv", "attention", "output", "mlp", "head", "accept", "commit", "launch"]
+    parts = roofline.draft(H100, DRAFTERS["eagle3"], shape, 8, 2000), roofline.verify(H100, 8, 32, 2000)
+    assert roofline.total(found.values()).seconds == pytest.approx(sum(parts) + roofline.fixed(H100))
+    qkv, output, mlp = (32 * n for n in (4096 * 128 * 48, 4096 * 4096, 3 * 4096 * 14336))
+    for name, size, ops in (("qkv", qkv, 3), ("output", output, 1), ("mlp", mlp, 3)):
+        assert (found[name].bytes, found[name].flops) == (2 * size, 2 * size * 32)
+        assert found[name].seconds == pytest.approx(2 * size / 3.35e12 + 32 * ops * 2e-6)
+    assert found["attention"].bytes == 8 * 2000 * 131072
+    assert found["attention"].flops == 2 * 2 * 32 * 4096 * 32 * 2000  # scores and sums, of all layers
+    assert found["accept"].bytes == 2 * 4 * 32 * 128256
+    assert "draft" not in roofline.round_phases(H100, None, menu.PLAIN, 8, 8, 2000)

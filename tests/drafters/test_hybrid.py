@@ -81,6 +81,17 @@ def test_no_branch_leaves_the_model_draft():
     np.testing.assert_array_equal(got.parents, parents)
 
 
+def test_a_node_keeps_the_score_of_where_it_comes_from():
+    """A node that both have is the branch's."""
+    onto = tree(
+        jnp.array([[5, 7, 2, 3]]), jnp.array([[-1, 0, 0, 1]]), jnp.array([4]), scores=jnp.array([[0, -0.5, -1, -2.0]])
+    )
+    branch = chain(jnp.array([[5, 7, 8]]), jnp.array([3]), scores=jnp.array([[0, -0.1, -0.2]]))
+    got = graft(branch, onto, 6)
+    assert prefixes(got) == [(7,), (7, 8), (2,), (7, 3)]
+    np.testing.assert_allclose(np.asarray(got.scores)[0, :5], [0, -0.1, -0.2, -1, -2], rtol=1e-6)
+
+
 def test_rows():
     """A model tree keeps its rows; a chain and a branch both fit; `rows` overrides."""
     lookup = NGram(num_speculative_tokens=6)

@@ -167,3 +167,16 @@ def test_shapes_it_cannot_fill_are_refused(shape):
     drafter = NGram(num_speculative_tokens=5)
     with pytest.raises(ValueError, match="drafts chains of 1 to num_speculative_tokens = 5"):
         drafter.draft((), (), context([REPEATED]), shape)
+
+
+def test_scores_grow_with_the_match():
+    """Odds of (n + d / 2) ** 2 / 4 for the draft after d others, behind a match of n tokens; summed along the path."""
+    texts = [[1, 2, 9, 8, 7, 6, 1, 2], [1, 2, 3, 4, 9, 8, 7, 1, 2, 3, 4]]
+    scores = np.asarray(drafted(ngram(2, 5, 3), context(texts)).scores)
+    for row, matched in enumerate((2, 4)):
+        odds = (matched + np.arange(3) / 2) ** 2 / 4
+        np.testing.assert_allclose(scores[row], np.cumsum([0, *np.log(odds / (1 + odds))]), rtol=1e-5)
+
+
+def test_scores_are_finite_where_nothing_matches():
+    assert np.isfinite(np.asarray(drafted(ngram(2, 5, 3), context([[1, 2, 3, 4]])).scores)).all()

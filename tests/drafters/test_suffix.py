@@ -305,3 +305,14 @@ def test_bad_options_are_refused(options, message):
 def test_shapes_it_cannot_fill_are_refused(shape):
     with pytest.raises(ValueError, match="drafts chains of 1 to num_speculative_tokens = 5"):
         LOCAL.draft((), LOCAL.init_state(1, 8), context([[1, 2, 1]]), shape)
+
+
+def test_scores_hold_the_share_of_the_occurrences():
+    """Two of three occurrences of "1 2" go on with 5, both with 6: shares 2/3 and 1, behind a match of two tokens."""
+    text = [1, 2, 5, 6, 1, 2, 4, 3, 1, 2, 5, 6, 9, 1, 2]
+    drafter = Suffix(num_speculative_tokens=2, max_depth=4)
+    draft = drafted(drafter, context([text]))
+    assert proposals(draft) == [[5, 6]]
+    odds = (2 + np.arange(2) / 2) ** 2 / 4
+    chances = odds / (1 + odds) * [2 / 3, 1]
+    np.testing.assert_allclose(np.asarray(draft.scores)[0], np.cumsum([0, *np.log(chances)]), rtol=1e-5)

@@ -13,7 +13,7 @@ from specjax.draft import PLAIN, DraftShape
 from specjax.drafters import learned
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
-from specjax.engine.pilot import Pilot, Shadow
+from specjax.engine.pilot import Pilot
 from specjax.sampling import SamplingParams
 
 RING = 16
@@ -33,7 +33,7 @@ class Scripted:
         self.menu = (PLAIN, *MENU)
         self.prices = self
         self.draft = np.zeros(len(self.menu))
-        self.seen, self.shadows, self.started = [], [], []
+        self.seen, self.learned, self.started = [], [], []
 
     def quote(self, live, context):
         return self
@@ -50,20 +50,25 @@ class Scripted:
         ones = np.ones(len(rows), int)
         return Decision(shape, len(rows), ones, 1.0, 1.0, 1.0, "best", shadow=shadow)
 
-    def fit(self, decision, rows, live, context):
-        """All but the last node of the first request."""
+    def fit(self, decision, rows, live, context, nodes):
+        """All but the last node of the first request; shadows stay shadows."""
+        assert (np.diff(nodes.scores[np.arange(len(rows)), :2], axis=1) <= 0).all()
         budgets = live + 1
         budgets[0] = max(budgets[0] - 1, 1)
-        return int(budgets.sum()), budgets
+        if decision.shadow is not None:
+            budgets = np.ones(len(rows), int)
+        return dataclasses.replace(decision, rows=int(budgets.sum()), budgets=budgets)
 
-    def observe(self, decision, rows, context, *, seconds, count, drafts, accepted):
+    def observe(self, decision, rows, context, *, seconds, count, accepted):
+        drafts = decision.budgets - 1
         assert seconds > 0
         assert (accepted <= drafts).all()
         assert len(rows) + drafts.sum() <= count
         self.seen.append((decision.shape, rows.tolist(), drafts.tolist(), accepted.tolist()))
 
-    def shadow(self, shape, rows, drafts, accepted):
-        self.shadows.append((shape, int(drafts[0]), int(accepted[0])))
+    def learn(self, shape, rows, drafts, accepted, nodes, path):
+        assert (path.sum(axis=1) == 1 + accepted).all()
+        self.learned += [(shape, d, a) for d, a in zip(drafts.tolist(), accepted.tolist(), strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -171,21 +176,31 @@ def test_shadows_tell_what_would_have_been_accepted(engine):
     planner = piloted(engine, [(PLAIN, LOOKUP)])
     engine.generate(PROMPTS[0], params)
     verified = piloted(engine, [(LOOKUP, None)])
-    verified.fit = lambda decision, rows, live, context: (int((live + 1).sum()), live + 1)
+    verified.fit = lambda decision, rows, live, context, nodes: dataclasses.replace(decision, budgets=live + 1)
     engine.generate(PROMPTS[0], params)
-    assert {shape for shape, *_ in planner.shadows} == {LOOKUP}
-    assert all(accepted == 0 for _, drafts, accepted in planner.shadows if drafts == 0)
+    assert {shape for shape, *_ in planner.learned} == {LOOKUP}
+    assert all(accepted == 0 for _, drafts, accepted in planner.learned if drafts == 0)
     # Every round was plain; each round's shadow is one start of a draft among those that verification steps over.
-    assert len(planner.shadows) >= len(verified.seen) - 3
+    assert len(planner.learned) >= len(verified.seen) - 3
     total = sum(accepted[0] for *_, accepted in verified.seen)
     assert total > 0
-    assert sum(accepted for *_, accepted in planner.shadows) >= total
+    assert sum(accepted for *_, accepted in planner.learned) >= total
+    # What a pass accepts is what the text says, but for the drafts that the end of the request cut short.
+    assert 0 <= total - sum(accepted for *_, accepted in verified.learned) <= LOOKUP.depth
 
 
-def test_a_shadow_follows_its_tree():
-    tree = Shadow(TREE, 0, np.array([9, 4, 5, 6, 7]), np.array([-1, 0, 0, 2, 3]))
-    for said, accepted in (([5, 6, 7], 3), ([5, 6, 1], 2), ([4, 6, 7], 1), ([1, 5, 6], 0), ([], 0)):
-        assert dataclasses.replace(tree, said=said).accepted == accepted
+def test_a_shadow_that_its_scores_recommend_is_verified(engine):
+    """The planner makes a shadow the shape; the rounds then commit what it drafted."""
+    params = SamplingParams(max_tokens=60)
+    planner = piloted(engine, [(PLAIN, LOOKUP)])
+
+    def promote(decision, rows, live, context, nodes):
+        return dataclasses.replace(decision, shape=LOOKUP, shadow=None, reason="scores", budgets=live + 1)
+
+    planner.fit = promote
+    result = engine.generate(PROMPTS[0], params)
+    assert result.token_ids == engines.solo(PROMPTS[0], params).token_ids
+    assert sum(accepted[0] for *_, accepted in planner.seen) == result.spec.accepted > 0
 
 
 def test_refusals(drafters):

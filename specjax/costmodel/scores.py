@@ -1,0 +1,132 @@
+"""From a drafter's own chances to the chance that the target accepts: one monotone map a drafter and temperature.
+
+A drafter says of each node how sure it is. That tells nodes of one depth apart, the long match from the short one and
+the plain continuation from the guess, but it is the drafter's opinion. The map says what came of such opinions: for
+scores alike, the odds of what was accepted over those of what was announced, learned from drafts whose text is known.
+A better score never means a worse chance (pool adjacent violators).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from specjax.costmodel.isotonic import increasing
+from specjax.costmodel.odds import inside, odds_ratio, shifted
+
+WIDTH, REACH = 0.4, 4.0  # scores are told apart by their log odds: so finely, between plus and minus so much
+BUCKETS = 2 * round(REACH / WIDTH)
+WEIGHT = 12.0  # observations of a bucket that the drafter's own word counts for
+ENOUGH = 500.0  # observations of a bucket beyond which older ones are dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Nodes:
+    """Drafted trees of some requests, padded to one size; node 0 is the root.
+
+    Attributes:
+        scores: log chance of the path to each node, by the drafter.
+        parents: index of each node's parent, -1 for the root.
+    """
+
+    scores: np.ndarray
+    parents: np.ndarray
+
+    @property
+    def chances(self) -> np.ndarray:
+        """The drafter's chance of each node, given its parent `[request, node]`, roots left out."""
+        parents = np.maximum(self.parents[:, 1:], 0)
+        above = np.take_along_axis(self.scores, parents, axis=1)
+        return inside(np.exp(np.minimum(self.scores[:, 1:] - above, 0.0)))
+
+    def along(self, chances: np.ndarray) -> np.ndarray:
+        """Chance of the path to each node, from that of each node given its parent; roots left out of both.
+
+        A node is given no more than the nodes before it in the list have: any prefix of a draft is a tree, and a cut
+        takes a prefix.
+        """
+        path = np.ones((chances.shape[0], 1 + chances.shape[1]))
+        request = np.arange(chances.shape[0])
+        for node in range(1, path.shape[1]):
+            parent = np.maximum(self.parents[:, node], 0)
+            path[:, node] = path[request, parent] * chances[:, node - 1]
+        return np.minimum.accumulate(path[:, 1:], axis=1)
+
+
+class ScoreMap:
+    """Maps for some kinds of drafters and temperatures (of `acceptance.TEMPERATURES`)."""
+
+    def __init__(self, kinds: Sequence[str], temperatures: int):
+        self._kinds = {kind: index for index, kind in enumerate(kinds)}
+        # Hits, misses, and what the drafters' words made expect of both.
+        self._tally = np.zeros((len(kinds), temperatures, BUCKETS, 4))
+        self._maps: dict[tuple[int, int], np.ndarray] = {}
+
+    def age(self, keep: float) -> None:
+        """A round has passed: what was seen counts a little less."""
+        self._tally *= keep
+        self._maps.clear()
+
+    def chances(self, kind: str, heat: np.ndarray, nodes: Nodes, *, doubt: float = 0.0) -> np.ndarray:
+        """Chance of the path to each node `[request, node]`, roots left out.
+
+        Args:
+            kind: the drafter.
+            heat: temperature bucket of each request.
+            nodes: what it drafted.
+            doubt: take that many standard deviations off what is known.
+        """
+        said = _log_odds(nodes.chances)
+        made = np.empty_like(said)
+        for t in np.unique(heat):
+            announced, accepted, deviation = self._map(kind, int(t))
+            made[heat == t] = np.interp(said[heat == t], announced, accepted - doubt * deviation)
+        return nodes.along(1 / (1 + np.exp(-made)))
+
+    def observe(self, kind: str, heat: np.ndarray, nodes: Nodes, live: np.ndarray, path: np.ndarray) -> None:
+        """The text after some drafts is known.
+
+        Args:
+            kind: the drafter.
+            heat: as above.
+            nodes: what it drafted.
+            live: nodes of each draft, the root included.
+            path: which nodes lie on the text's path, `[request, node]`, the roots among them.
+        """
+        index, said = self._kinds[kind], nodes.chances
+        parent = np.take_along_axis(path, np.maximum(nodes.parents[:, 1:], 0), axis=1)
+        exposed = parent & (np.arange(1, path.shape[1]) < live[:, None])
+        hit = exposed & path[:, 1:]
+        outcome = np.stack([hit, exposed & ~hit, exposed * said, exposed * (1 - said)], axis=-1).astype(float)
+        where = np.broadcast_to(heat[:, None], said.shape)
+        bucket = np.clip(np.floor((_log_odds(said) + REACH) / WIDTH), 0, BUCKETS - 1).astype(int)
+        np.add.at(self._tally[index], (where, bucket), outcome)
+        seen = self._tally[index, ..., :2].sum(axis=-1)
+        self._tally[index] *= (ENOUGH / np.maximum(seen, ENOUGH))[..., None]
+        self._maps.clear()
+
+    def table(self, kind: str, heat: int = 0) -> list[tuple[float, float, float]]:
+        """What is known: the mean announced chance, the chance made of it, and the trials, of each bucket with any."""
+        tally = self._tally[self._kinds[kind], heat]
+        announced, accepted, _ = 1 / (1 + np.exp(-self._map(kind, heat)))
+        seen = tally[:, :2].sum(axis=-1)
+        return [(float(s), float(a), float(n)) for s, a, n in zip(announced, accepted, seen, strict=True) if n >= 1]
+
+    def _map(self, kind: str, heat: int) -> np.ndarray:
+        """Log odds that were announced and that were found, bucket by bucket, and deviations of the latter."""
+        key = self._kinds[kind], heat
+        if key not in self._maps:
+            tally = self._tally[key]
+            seen = tally[:, :2].sum(axis=-1)
+            said = (tally[:, 2] + WEIGHT * _CENTRES) / (seen + WEIGHT)
+            made = inside(increasing(shifted(said, odds_ratio(tally, WEIGHT / 2)), seen + WEIGHT))
+            deviation = 1 / np.sqrt((seen + WEIGHT) * made * (1 - made))
+            self._maps[key] = np.stack([_log_odds(said), _log_odds(made), deviation])
+        return self._maps[key]
+
+
+def _log_odds(chances: np.ndarray) -> np.ndarray:
+    return np.log(chances / (1 - chances))
+
+
+_CENTRES = 1 / (1 + np.exp(-(np.arange(BUCKETS) * WIDTH - REACH + WIDTH / 2)))
