@@ -23,10 +23,12 @@ HELP = """Measure drafters against plain decoding.
   specjax bench --prompts configs/prompts/demo.jsonl --drafters none,ngram,suffix
   specjax bench --prompts mine.jsonl --drafters ngram --repeats 5 --json out.json --plot out.png
   specjax bench --prompts mine.jsonl --batch 8 --temperature 0.7
+  specjax bench --prompts configs/prompts/heldout.jsonl --drafters all
 
 Engines share the target's weights and take turns, so that a drifting clock hits all alike. Compilation and prefill are
 not counted (with --batch above 1 prefill is: requests start while others decode). Medians over the repeats, with
-minimum and maximum. Exit code 1 if float32 tokens differ from plain's at temperature 0."""
+minimum and maximum; from three repeats on, the 95 % confidence interval of the mean ratio to plain. Exit code 1 if
+float32 tokens differ from plain's at temperature 0."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,7 +38,8 @@ class Bench(flags.EngineFlags):
     prompts: Annotated[str, flags.text("FILE.jsonl")]
     """A line a conversation: {"turns": [...], "category": "..."} or {"messages": [...]}."""
     drafters: Annotated[str, flags.text("KIND|PATH,...")] = "none,ngram,suffix"
-    """What to compare. A drafter takes its options from the configuration if that is of its kind."""
+    """What to compare. A drafter takes its options from the configuration if that is of its kind. `all` is n-gram,
+    suffix, the drafters that come with specjax for the target, n-gram grafted on EAGLE-3, and a planned set of them."""
     max_tokens: Annotated[int, flags.text("N")] = 128
     """Most tokens of an answer."""
     repeats: Annotated[int, flags.text("R")] = 3
@@ -106,8 +109,13 @@ class Bench(flags.EngineFlags):
             raise ValueError(f"--drafters names one twice: {self.drafters}")
         if "none" not in names:
             flags.note("added 'none' to the drafters: the ratio to plain needs it")
-        own = self.run_config().drafter
-        wanted = {n: own if n == own.kind else config.drafter(n) for n in names if n != "none"}
+        run = self.run_config()
+        own, wanted = run.drafter, {}
+        for name in names:
+            if name == "all":
+                wanted |= _all(run.target)
+            elif name != "none":
+                wanted[name] = own if name == own.kind else config.drafter(name)
         if self.no_probe:
             wanted = dict(zip(wanted, flags.unprobed(list(wanted.values())), strict=True))
         return {"none": NoDrafter()} | wanted
@@ -161,6 +169,19 @@ def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams
     if about["batch"] == 1:
         return Sample.of_each(results, about)
     return Sample.of_batch(results, elapsed)
+
+
+def _all(target: str) -> dict[str, DrafterConfig]:
+    """Everything that can draft for a target without being given a path."""
+    from specjax.drafters.shipped import shipped
+
+    learned = {family: str(path) for family, path in shipped(target).items()}
+    found = {name: config.drafter(name) for name in ("ngram", "suffix")}
+    found |= {family: config.drafter(path) for family, path in learned.items()}
+    if "eagle3" in learned:
+        found["hybrid"] = config.drafter({"kind": "hybrid", "model": {"kind": "eagle3", "model": learned["eagle3"]}})
+    members = ["ngram", *({"kind": family, "model": path} for family, path in learned.items())]
+    return found | {"auto": config.drafter({"kind": "auto", "of": members})}
 
 
 def _first_prompt(conversation: Conversation) -> list[dict[str, Any]]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specjax.training.prompts import LoopWatch
+
 if TYPE_CHECKING:
     from specjax.engine.request import Result, SpecStats
 
@@ -124,13 +126,47 @@ def _figures(mine: list[Sample], plain: list[Sample], parameters: float) -> dict
     return {
         "acceptance_length": spec.acceptance_length,
         "per_position": spec.per_position,
+        "of_answers": _of_answers(mine),
         **_spread("tokens_per_s", [sample.speed for sample in mine]),
         **_spread("ratio_to_plain", ratios),
+        "ratio_to_plain_interval": _interval(ratios),
         **_spread("read_gb_s", [s.read_bytes / s.seconds / 1e9 for s in mine if s.read_bytes and s.seconds]),
         **_spread(
             "gflop_s", [2 * parameters * n / s.seconds / 1e9 for n, s in zip(rows, mine, strict=True) if s.seconds]
         ),
     }
+
+
+def _of_answers(samples: list[Sample]) -> dict[str, Any]:
+    """Mean acceptance length of the answers, each counting the same, and of those that loop and that do not.
+
+    A small model often ends in a loop, which any lookup foresees: a mean over such answers says little of the others.
+    """
+    lengths: dict[bool, list[float]] = {True: [], False: []}
+    for sample in samples:
+        for spec, ids in zip(sample.specs, sample.ids, strict=True):
+            if spec.rounds:
+                watch = LoopWatch()
+                lengths[max(map(watch.push, ids), default=False)].append(spec.acceptance_length)
+    both = [*lengths[True], *lengths[False]]
+    return {
+        "mean": statistics.fmean(both) if both else None,
+        "mean_looping": statistics.fmean(lengths[True]) if lengths[True] else None,
+        "mean_not_looping": statistics.fmean(lengths[False]) if lengths[False] else None,
+        "looping": len(lengths[True]),
+        "not_looping": len(lengths[False]),
+    }
+
+
+def _interval(ratios: list[float]) -> list[float] | None:
+    """The 95 % confidence interval of the mean ratio, by Student's t over the repeats; None for fewer than three."""
+    if len(ratios) < 3:
+        return None
+    from scipy.stats import t
+
+    mean, spread = statistics.fmean(ratios), statistics.stdev(ratios) / len(ratios) ** 0.5
+    reach = float(t.ppf(0.975, len(ratios) - 1)) * spread
+    return [mean - reach, mean + reach]
 
 
 def _spread(name: str, values: Iterable[float | None]) -> dict[str, Any]:
@@ -159,6 +195,7 @@ def show(found: dict[str, Any]) -> None:
     table = Table(
         "drafter", "acceptance length", "by position", "tokens/s", "ratio to plain", "GB/s", "GFLOP/s", "tokens"
     )
+    answers = Table("drafter", "mean of answers", "of those that loop", "of the others", "ratio to plain, 95 %")
     for drafter in found["drafters"]:
         differ = drafter["different_answers"]
         same = f"{differ} of {drafter['answers']} answers differ" if differ else "as plain's"
@@ -172,14 +209,21 @@ def show(found: dict[str, Any]) -> None:
             _share(drafter["gflop_s"], machine["gflop_s"], ".0f"),
             same if settings["temperature"] == 0 else "sampled",
         )
+        each, interval = drafter["of_answers"], drafter["ratio_to_plain_interval"]
+        answers.add_row(
+            drafter["drafter"],
+            _number(each["mean"], ".2f"),
+            f"{_number(each['mean_looping'], '.2f')} ({each['looping']})",
+            f"{_number(each['mean_not_looping'], '.2f')} ({each['not_looping']})",
+            "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}",
+        )
     console.print(table)
+    console.print(answers)
     names = [drafter["drafter"] for drafter in found["drafters"]]
-    table = Table("category", *(f"{name}: length, ratio" for name in names))
+    table = Table("category", *(f"{name}: length, ratio (95 %)" for name in names))
     for category in found["drafters"][0]["by_category"]:
         cells = [drafter["by_category"][category] for drafter in found["drafters"]]
-        table.add_row(
-            category, *(f"{c['acceptance_length']:.2f}, {_number(c['ratio_to_plain'], '.2f')}" for c in cells)
-        )
+        table.add_row(category, *map(_category, cells))
     console.print(table)
 
     for drafter in found["drafters"]:
@@ -235,6 +279,12 @@ def _candidate_head(name: str, head: dict[str, Any]) -> str:
         f"{head['candidate_ms']:.2f} ms against {head['full_ms']:.2f} ms of the full head for {head['rows']} rows; "
         f"recall {shares} over {head['positions']} positions"
     )
+
+
+def _category(figures: dict[str, Any]) -> str:
+    interval = figures["ratio_to_plain_interval"]
+    shown = f"{figures['acceptance_length']:.2f}, {_number(figures['ratio_to_plain'], '.2f')}"
+    return shown if interval is None else f"{shown} ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
 def _number(value: float | None, form: str) -> str:

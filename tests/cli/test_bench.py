@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import pytest
 from support import heads, toy
 
-from specjax.cli import bench
+from specjax.cli import bench, report
 from specjax.cli.main import main
+from specjax.cli.report import Sample
 from specjax.drafters import candidates, learned
 from specjax.drafters.candidates import CandidateReport
 from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
+from specjax.engine.request import SpecStats
 
 
 @pytest.fixture
@@ -61,6 +63,48 @@ def test_figures(prompt_set, engines, capsys):
     out = capsys.readouterr().out
     assert "acceptance length" in out
     assert "as plain's" in out
+
+
+def test_answers_count_alike_and_those_that_loop_apart(prompt_set, engines, capsys):
+    _, found = run(prompt_set, "--repeats", "3")
+    plain, ngram, _ = found["drafters"]
+    assert plain["of_answers"]["mean"] == pytest.approx(1.0)
+    # 4 tokens in 2 rounds, 11 in 6, 1 in 1, three times over; none of them loops.
+    assert ngram["of_answers"]["mean"] == pytest.approx((4 / 2 + 11 / 6 + 1) / 3)
+    assert (ngram["of_answers"]["looping"], ngram["of_answers"]["not_looping"]) == (0, 9)
+    assert ngram["of_answers"]["mean_looping"] is None
+    # The fake's speeds do not waver.
+    assert ngram["ratio_to_plain_interval"] == pytest.approx([16 / 9, 16 / 9])
+    assert "of those that loop" in capsys.readouterr().out
+
+
+def test_a_looping_answer_is_told_from_others():
+    spec = SpecStats()
+    spec.rounds, spec.accepted = 4, 8
+    sample = Sample(1.0, 2, [spec, spec], [[1, 2, 3] * 20, list(range(60))], None)
+    found = report._of_answers([sample])
+    assert (found["looping"], found["not_looping"]) == (1, 1)
+    assert found["mean_looping"] == found["mean_not_looping"] == spec.acceptance_length
+
+
+def test_the_interval_is_students():
+    low, high = report._interval([1.0, 2.0, 3.0])
+    assert (low, high) == (pytest.approx(2 - 4.3027 / 3**0.5, abs=1e-3), pytest.approx(2 + 4.3027 / 3**0.5, abs=1e-3))
+    assert report._interval([1.0, 2.0]) is None
+
+
+def test_all_means_what_comes_with_the_target(prompt_set, engines, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for family in ("mtp", "eagle3"):
+        folder = tmp_path / "drafts" / "smollm2-135m" / family
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    _, found = run(prompt_set, "--drafters", "all", "--repeats", "1")
+    names = [d["drafter"] for d in found["drafters"]]
+    assert names == ["none", "ngram", "suffix", "eagle3", "mtp", "hybrid", "auto"]
+    sections = engines.made[0].drafters
+    assert sections[2].model == "drafts/smollm2-135m/eagle3"
+    assert [one.kind for one in sections[-1].of] == ["ngram", "eagle3", "mtp"]
 
 
 def test_no_probe(prompt_set, engines, capsys):
