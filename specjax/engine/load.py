@@ -51,7 +51,7 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
 
 def with_drafter(engine, drafter: Any, *, quiet: bool, overrides: Mapping[str, Any]):
     """`Engine.with_drafter`."""
-    own = {name: getattr(engine.config, name) for name in ("target", "dtype")}
+    own = {name: getattr(engine.config, name) for name in ("target", "dtype", "decode_step", "quantization")}
     fixed = [name for name, value in own.items() if overrides.get(name, value) != value]
     if fixed:
         raise configs.ConfigError(

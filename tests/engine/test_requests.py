@@ -253,7 +253,7 @@ def test_another_drafter_on_the_same_weights():
         engine.with_drafter("ngrams")
     with pytest.raises(ConfigError, match="contxt"):
         engine.with_drafter("ngram", contxt=64)
-    for changed in ({"dtype": "bfloat16"}, {"target": "other"}):
+    for changed in ({"dtype": "bfloat16"}, {"target": "other"}, {"decode_step": "fused"}):
         with pytest.raises(ConfigError, match=f"shares the weights that are there, so {next(iter(changed))} cannot"):
             engine.with_drafter("none", **changed)
     with pytest.raises(ConfigError, match="context is 1000, but the target was loaded for 512 positions"):
