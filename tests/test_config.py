@@ -83,7 +83,6 @@ def test_options_of_learned_drafters_are_their_own(options):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{kind: eagle3}", "'drafter.model' is missing"),
         ("{kind: eagle3, model: x, tree: ddtree}", "unknown key 'drafter.tree'"),
         ("{kind: dflash, model: x, head_candidates: 8}", "set head_rank too"),
         ("{kind: dspark, model: x, confidence_threshold: 1.5}", "less than or equal to 1"),

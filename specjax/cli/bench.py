@@ -175,13 +175,11 @@ def _all(target: str) -> dict[str, DrafterConfig]:
     """Everything that can draft for a target without being given a path."""
     from specjax.drafters.shipped import shipped
 
-    learned = {family: str(path) for family, path in shipped(target).items()}
-    found = {name: config.drafter(name) for name in ("ngram", "suffix")}
-    found |= {family: config.drafter(path) for family, path in learned.items()}
-    if "eagle3" in learned:
-        found["hybrid"] = config.drafter({"kind": "hybrid", "model": {"kind": "eagle3", "model": learned["eagle3"]}})
-    members = ["ngram", *({"kind": family, "model": path} for family, path in learned.items())]
-    return found | {"auto": config.drafter({"kind": "auto", "of": members})}
+    families = list(shipped(target))
+    found = {name: config.drafter(name) for name in ("ngram", "suffix", *families)}
+    if "eagle3" in families:
+        found["hybrid"] = config.drafter({"kind": "hybrid", "model": "eagle3"})
+    return found | {"auto": config.drafter({"kind": "auto", "of": ["ngram", *families]})}
 
 
 def _first_prompt(conversation: Conversation) -> list[dict[str, Any]]:

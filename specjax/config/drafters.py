@@ -82,14 +82,15 @@ class DraftModelConfig(DrafterConfig):
 class LearnedConfig(DrafterConfig):
     """What drafters with weights of their own share.
 
-    `model` is the folder (or hub id) of the drafter; its format is found from its files. `probe` runs the drafter on a
-    short text of the target and corrects a switch that its files state wrongly. With a `head_rank`, a low-rank head
-    picks `head_candidates` tokens, which alone are scored exactly; 0 scores every token. `window` bounds the positions
-    that each layer sees, the newest ones: beyond the lengths that it was trained on, a drafter does better with fewer.
+    `model` is the folder (or hub id) of the drafter; its format is found from its files. Without it, it is the drafter
+    that comes with specjax for the target (`drafts/<target>/<kind>`). `probe` runs the drafter on a short text of the
+    target and corrects a switch that its files state wrongly. With a `head_rank`, a low-rank head picks
+    `head_candidates` tokens, which alone are scored exactly; 0 scores every token. `window` bounds the positions that
+    each layer sees, the newest ones: beyond the lengths that it was trained on, a drafter does better with fewer.
     """
 
     samples: ClassVar[bool] = True
-    model: str
+    model: str | None = None
     probe: bool = True
     head_rank: int = Field(default=0, ge=0)
     head_candidates: int = Field(default=64, ge=1)
@@ -119,10 +120,9 @@ class PEagleConfig(LearnedConfig):
 
 
 class MTPConfig(LearnedConfig):
-    """A multi-token-prediction module; without a `model` the one inside the target's own checkpoint."""
+    """A multi-token-prediction module; without a `model`, and where none comes with specjax, the target's own."""
 
     kind: Literal["mtp"] = "mtp"
-    model: str | None = None  # type: ignore[assignment]
     num_speculative_tokens: int = Field(default=3, ge=1, le=MOST_DRAFTS)
     topk: int = Field(default=1, ge=1)
     rows: int | None = Field(default=None, ge=2, le=MOST_DRAFTS + 1)

@@ -15,6 +15,7 @@ from specjax.drafters.formats.detect import detect
 from specjax.drafters.formats.files import open_folder
 from specjax.drafters.formats.read import LoadedDrafter, load_drafter
 from specjax.drafters.probe import probe
+from specjax.drafters.shipped import shipped
 from specjax.engine.precision import held_dtype, hold
 from specjax.targets import decoder
 from specjax.weights.load import load_checkpoint
@@ -123,13 +124,32 @@ def make_drafter(
     return registry.create(chosen.kind, options), ()
 
 
+def _folder(chosen: LearnedConfig, target: str) -> Path:
+    """Where a learned drafter's files are: the place that is named, the drafter that comes with specjax, or (MTP) the
+    target's own.
+
+    Raises:
+        ConfigError: none is named, and none comes with specjax.
+    """
+    if chosen.model is not None:
+        path = Path(chosen.model).expanduser()
+        return path if path.is_dir() else resolve(chosen.model, drafter=True).path
+    found = shipped(target)
+    if chosen.kind in found:
+        return found[chosen.kind]
+    if chosen.kind == "mtp":
+        return resolve(target).path
+    there = f"those that do: {', '.join(found)}" if found else "none does"
+    raise configs.ConfigError(
+        f"drafter '{chosen.kind}' needs `model`, the folder or hub id of its weights: no {chosen.kind} comes with "
+        f"specjax for {target} ({there}); `specjax train run` makes one"
+    )
+
+
 def _learned(config: RunConfig, target, target_params, tokenizer, dtype, sampled: bool, note) -> tuple[Any, Any]:
     chosen = config.drafter
     assert isinstance(chosen, LearnedConfig)
-    path = Path(chosen.model).expanduser() if chosen.model is not None else resolve(config.target).path
-    if not path.is_dir() and chosen.model is not None:
-        path = resolve(chosen.model, drafter=True).path
-    loaded = load_drafter(path, target.config)
+    loaded = load_drafter(path := _folder(chosen, config.target), target.config)
     kind = _KINDS.get(loaded.config.family, loaded.config.family)
     if kind != chosen.kind:
         raise configs.ConfigError(f"{path} holds a drafter of kind '{kind}', the configuration says '{chosen.kind}'")
