@@ -86,19 +86,49 @@ def _bits(seen: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Features of all rows of a corpus in a folder; see `fill`."""
+    """Features of all rows of a corpus in a folder; see `fill`.
+
+    Attributes:
+        hidden: as in `TargetFeatures`, of all rows.
+        taps: the same; may hold more streams than are wanted.
+        wanted: which of them, in order; None for all.
+    """
 
     hidden: np.ndarray
     taps: np.ndarray | None
+    wanted: tuple[int, ...] | None = None
 
     def batch(self, rows: np.ndarray) -> TargetFeatures:
         """The features of the rows of these numbers."""
-        return TargetFeatures(hidden=self.hidden[rows], taps=None if self.taps is None else self.taps[rows])
+        if self.taps is None or self.wanted == ():
+            return TargetFeatures(hidden=self.hidden[rows], taps=None)
+        taps = self.taps[rows]
+        if self.wanted is not None:
+            streams = taps.reshape(*taps.shape[:-1], -1, self.hidden.shape[-1])
+            taps = streams[..., list(self.wanted), :].reshape(*taps.shape[:-1], -1)
+        return TargetFeatures(hidden=self.hidden[rows], taps=taps)
 
 
 def size(packed: Packed, width: int, taps: tuple[int, ...]) -> int:
     """Bytes of the features of a corpus."""
     return packed.tokens.size * width * (len(taps) + 1) * 2
+
+
+def take_up(folder: Path, packed: Packed, width: int, taps: tuple[int, ...]) -> Store | None:
+    """The features that another run left in a folder, if they are whole and hold these streams."""
+    path = folder / MANIFEST
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    about = {"rows": packed.digest(), "width": width, "length": packed.length, "done": len(packed)}
+    if {key: found.get(key) for key in about} != about or not set(taps) <= set(found["taps"]):
+        return None
+
+    def array(name: str, columns: int) -> np.ndarray:
+        return np.memmap(folder / name, ml_dtypes.bfloat16, "r", shape=(len(packed), packed.length, columns))
+
+    hidden, there = array("hidden", width), found["taps"]
+    streams = array("taps", width * len(there)) if there else None
+    wanted = None if list(taps) == there else tuple(there.index(tap) for tap in taps)
+    return Store(hidden=hidden, taps=streams, wanted=wanted)
 
 
 def fill(

@@ -294,8 +294,12 @@ class Trainer:
         taps = self.config.taps
         need = features.size(self.packed, self.target.config.hidden_size, taps)
         # Beside the run: drafters of one corpus that read the same streams share them.
-        name = "-".join(["features", self.packed.digest()[:12], *map(str, taps)])
-        folder, batch = self.out.parent / name, self.recipe.batch
+        stem = f"features-{self.packed.digest()[:12]}"
+        for there in sorted(self.out.parent.glob(f"{stem}*")):
+            if store := features.take_up(there, self.packed, self.target.config.hidden_size, taps):
+                note(f"features are those in {there}")
+                return store
+        folder, batch = self.out.parent / "-".join([stem, *map(str, taps)]), self.recipe.batch
         note(f"features of {self.packed.tokens.size} tokens: {need / 1e9:.2f} GB in {folder}")
 
         def progress(done: int, total: int) -> None:

@@ -7,7 +7,7 @@ import pytest
 from support import toy, training
 
 from specjax.draft import chunk
-from specjax.training.features import captured, fill, size
+from specjax.training.features import captured, fill, size, take_up
 from specjax.training.packing import pack
 
 
@@ -53,3 +53,22 @@ def test_the_store_holds_what_is_captured_and_is_taken_up_again(packed, tmp_path
     seen.clear()
     fill(tmp_path / "f", other, target, params, (1,), 4, lambda done, total: seen.append(done))
     assert seen[-1] == len(packed)
+
+
+def test_features_serve_drafters_that_read_fewer_streams(packed, tmp_path):
+    target, params = toy.tiny()
+    width = target.config.hidden_size
+    whole = fill(tmp_path / "f", packed, target, params, (0, 1), 4)
+    rows = np.array([1, 0])
+    for taps, picked in (((0, 1), slice(None)), ((1,), slice(width, None)), ((), None)):
+        found = take_up(tmp_path / "f", packed, width, taps).batch(rows)
+        np.testing.assert_array_equal(found.hidden, whole.hidden[rows])
+        if picked is None:
+            assert found.taps is None
+        else:
+            np.testing.assert_array_equal(found.taps, whole.taps[rows][..., picked])
+    assert take_up(tmp_path / "f", packed, width, (0, 2)) is None
+    assert take_up(tmp_path / "nothing", packed, width, ()) is None
+    manifest = tmp_path / "f" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(f'"done": {len(packed)}', '"done": 0'))
+    assert take_up(tmp_path / "f", packed, width, ()) is None
