@@ -18,7 +18,8 @@ from specjax.drafters.probe import probe
 from specjax.drafters.shipped import shipped
 from specjax.engine.precision import held_dtype, hold
 from specjax.targets import decoder
-from specjax.weights.load import load_checkpoint
+from specjax.targets.config import DecoderConfig
+from specjax.weights.load import load_checkpoint, load_config
 from specjax.weights.names import resolve
 
 # Each drafter family by the kind that configs know it by.
@@ -65,6 +66,22 @@ def _recognised(chosen: DrafterConfig, target: str) -> DrafterConfig:
     family = family or next(f for f in ("dflash", "dspark", "eagle3", "peagle", "mtp", "ubtree") if f in format)
     given = {name: getattr(chosen, name) for name in chosen.model_fields_set}
     return configs.drafter(given | {"kind": _KINDS.get(family, family)})
+
+
+def check_files(config: RunConfig) -> None:
+    """Refuse drafters whose files are not there or cannot be used, from names and shapes, before a weight is read.
+
+    Raises:
+        ValueError: see there; everything that does not fit is listed.
+    """
+    chosen = config.drafter
+    if isinstance(chosen, HybridConfig | AutoConfig):
+        for part in (chosen.model,) if isinstance(chosen, HybridConfig) else chosen.of:
+            check_files(config.model_copy(update={"drafter": part}))
+    elif isinstance(chosen, LearnedConfig):
+        _read(chosen, config.target, load_config(config.target))
+    elif isinstance(chosen, DraftModelConfig):
+        resolve(chosen.model)
 
 
 def make_drafter(
@@ -149,10 +166,7 @@ def _folder(chosen: LearnedConfig, target: str) -> Path:
 def _learned(config: RunConfig, target, target_params, tokenizer, dtype, sampled: bool, note) -> tuple[Any, Any]:
     chosen = config.drafter
     assert isinstance(chosen, LearnedConfig)
-    loaded = load_drafter(path := _folder(chosen, config.target), target.config)
-    kind = _KINDS.get(loaded.config.family, loaded.config.family)
-    if kind != chosen.kind:
-        raise configs.ConfigError(f"{path} holds a drafter of kind '{kind}', the configuration says '{chosen.kind}'")
+    loaded = _read(chosen, config.target, target.config)
     for said in loaded.notes:
         note(said)
     if chosen.probe:
@@ -169,6 +183,15 @@ def _learned(config: RunConfig, target, target_params, tokenizer, dtype, sampled
         sampled=sampled,
         **_options(chosen),
     )
+
+
+def _read(chosen: LearnedConfig, target: str, model: DecoderConfig) -> LoadedDrafter:
+    """The drafter's files, which must be of the kind that the configuration says."""
+    loaded = load_drafter(path := _folder(chosen, target), model)
+    kind = _KINDS.get(loaded.config.family, loaded.config.family)
+    if kind != chosen.kind:
+        raise configs.ConfigError(f"{path} holds a drafter of kind '{kind}', the configuration says '{chosen.kind}'")
+    return loaded
 
 
 def as_asked(loaded: LoadedDrafter, chosen: LearnedConfig) -> LoadedDrafter:

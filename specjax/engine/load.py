@@ -13,7 +13,7 @@ from specjax import config as configs
 from specjax.config import DrafterConfig, RunConfig
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.compilation import use_cache
-from specjax.engine.drafter import make_drafter, recognised
+from specjax.engine.drafter import check_files, make_drafter, recognised
 from specjax.engine.precision import hold, value_dtype
 from specjax.engine.pricing import find_table
 from specjax.targets import decoder, fused
@@ -25,6 +25,7 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
     """`Engine.load`."""
     config = _with_overrides(config if isinstance(config, RunConfig) else RunConfig(target=config), overrides)
     config = recognised(config)
+    check_files(config)
     use_cache(config.compilation_cache)
     dtype = value_dtype(config.dtype)
     checkpoint = load_checkpoint(config.target)

@@ -10,7 +10,9 @@ from support.checkpoints import Sample
 from specjax import config as configs
 from specjax.config import ConfigError, RunConfig
 from specjax.engine import drafter as wiring
+from specjax.engine import load as loading
 from specjax.engine.drafter import make_drafter, recognised
+from specjax.engine.engine import Engine
 from specjax.sampling import SamplingParams
 
 PROMPT, GREEDY = [5, 9, 2, 33, 7], SamplingParams(max_tokens=24, temperature=0.0)
@@ -157,6 +159,35 @@ def test_a_window_bounds_every_layer(tmp_path):
     assert (few.windows, few.causal) == ((16, 16), wide.causal)
     few, _, _ = make({"kind": "eagle3", "model": str(eagle), "probe": False, "window": 16})
     assert few.config.windows == (16,)
+
+
+def test_drafters_are_refused_before_the_target_is_read(tmp_path, monkeypatch):
+    """By themselves, in a set, and beside lookup; a good one goes on to the target's weights."""
+
+    class TargetReadError(Exception):
+        pass
+
+    def read(name):
+        raise TargetReadError
+
+    monkeypatch.setattr(loading, "load_checkpoint", read)
+    own = str(sample("mtp-deepseek").write(tmp_path / "target"))
+    good, bad = sample("eagle3-specforge").write(tmp_path / "good"), sample("dflash-zlab")
+    del bad.tensors["fc.weight"]
+    head = {"kind": "dflash", "model": str(bad.write(tmp_path / "bad"))}
+    (tmp_path / "empty").mkdir()
+    refused = {
+        "missing: fc.weight": [head, {"kind": "auto", "of": ["ngram", head]}, {"kind": "hybrid", "model": head}],
+        "has no config.json": [str(tmp_path / "empty"), {"kind": "eagle3", "model": str(tmp_path / "empty")}],
+        "of kind 'eagle3', the configuration says 'dflash'": [{"kind": "dflash", "model": str(good)}],
+    }
+    for why, sections in refused.items():
+        for section in sections:
+            with pytest.raises(ValueError, match=why):
+                Engine.load(own, drafter=section, compilation_cache=None)
+    for section in (str(good), own, "ngram"):
+        with pytest.raises(TargetReadError):
+            Engine.load(own, drafter=section, compilation_cache=None)
 
 
 def test_unreadable_drafter_is_refused_by_name(tmp_path):
