@@ -71,6 +71,7 @@ class Job:
         needed: bytes that any implementation must move.
         estimate: from `(schedule, chip)`, `estimate_s`, the time by bundles and copies, and what else it shows; None
             where it is not worked out.
+        stages: from `(schedule, chip)`, what the kernel does in turn, a dictionary each; None where it is not known.
         vmem: bytes of VMEM that the kernel lays claim to.
         donated: arguments whose buffers are reused.
     """
@@ -82,6 +83,7 @@ class Job:
     scalars: tuple[np.ndarray, ...] = ()
     needed: int = 0
     estimate: Callable[[Schedule, Chip], dict[str, float]] | None = None
+    stages: Callable[[Schedule, Chip], list[dict[str, Any]]] | None = None
     vmem: int = 0
     donated: tuple[int, ...] = ()
 
@@ -144,6 +146,11 @@ def run(job: Job, chip: Chip, folder: Path | None) -> dict[str, Any]:
         seconds = compiled.cost_analysis().get("optimal_seconds", 0)
         seconds = seconds if seconds > 0 else None  # a negative sum is how it says that it does not know
         row |= {"compiler_us": _us(seconds), "roofline_us": _us(job.needed / chip.bandwidth / chip.cores)}
+        if folder is not None:
+            found = schedule.read_program(folder)
+            row |= {"bundles": found.kernel.total(), "spills": found.kernel.total("SPILL")}
+            row["units"] = shares(found.filled(found.kernel))
+            clear(folder)
         return row
     if job.scalars:
         moved = traffic.count(job.function, *job.args, scalars=job.scalars)
@@ -156,9 +163,22 @@ def run(job: Job, chip: Chip, folder: Path | None) -> dict[str, Any]:
             seconds = shown.pop("estimate_s")
             row |= {"estimate_us": _us(seconds), "roofline_us": _us(floor), "ratio": round(seconds / floor, 3)}
             row |= {name: round(share, 3) for name, share in shown.items()}
-        for path in folder.iterdir():
-            path.unlink()
+        row["units"] = shares(found.filled(found.kernel))
+        if job.stages is not None:
+            row["stages"] = job.stages(found, chip)
+        clear(folder)
     return row
+
+
+def clear(folder: Path) -> None:
+    """Forget the schedules of earlier programs."""
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def shares(units: dict[str, float]) -> dict[str, float]:
+    """Unit use, as it is written."""
+    return {unit: round(share, 3) for unit, share in units.items()}
 
 
 def _us(seconds: float | None) -> float | None:
@@ -201,6 +221,7 @@ def tree_attention_job(
         scalars=(bounds, committed, np.arange(batch * columns, dtype=np.int32)),
         needed=2 * read * groups * dim * kind.itemsize,
         estimate=functools.partial(_attention_estimate, static, context) if batch > 1 and window is None else None,
+        stages=functools.partial(_attention_stages, static) if batch > 1 and window is None else None,
         vmem=static.vmem_bytes,
     )
 
@@ -223,6 +244,18 @@ def _attention_estimate(shape: Any, context: int, found: Schedule, chip: Chip) -
     blocks = context // shape.block
     seconds = shape.batch * (around / chip.clock + blocks * max(bundles / chip.clock, copied)) + copied
     return {"estimate_s": seconds}
+
+
+def _attention_stages(shape: Any, found: Schedule, chip: Chip) -> list[dict[str, Any]]:
+    """The loops of the kernel of tree attention: bundles of one trip, inner loops once, and the units in them."""
+    (request,) = found.kernel.loops
+    busy = [loop for loop in request.loops if loop.has("MXU")]
+    names = ["draft tile", "block", "last block"][-len(busy) :]
+    around = dataclasses.replace(request, loops=[])
+    return [
+        {"stage": name, "bundles": loop.total(), "units": shares(found.filled(loop))}
+        for name, loop in zip(["request", *names], [around, *busy], strict=True)
+    ]
 
 
 def tpu_jobs(short: bool) -> list[Job]:

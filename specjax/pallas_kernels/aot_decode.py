@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.draft import Rows, words
-from specjax.pallas_kernels.aot import Chip, Job
+from specjax.pallas_kernels.aot import Chip, Job, shares
 from specjax.pallas_kernels.decode_step import tpu
 from specjax.pallas_kernels.decode_step.weights import Plan, Weights
 from specjax.pallas_kernels.schedule import Loop, Schedule
@@ -45,6 +45,12 @@ def job(
 ) -> Job:
     """One verify step of a model in bfloat16 or int8, every request with `context` committed slots."""
     plan = Plan.of(dtype="bfloat16", int8=int8, **MODELS[model])
+    name = f"decode_step {model}{' int8' * int8}, {batch}x{width} rows, {context}"
+    return job_of(name, plan, batch, width, context, page)
+
+
+def job_of(name: str, plan: Plan, batch: int, width: int, context: int, page: int | None = None) -> Job:
+    """The same for a plan."""
     slots = 2 * context
     args = shapes(plan, batch, width, slots, page)
     cache, table, rows = args[4], args[6], args[8]
@@ -54,13 +60,14 @@ def job(
     matrices = plan.layers * plan.tiles * plan.rows * plan.columns * plan.tile_dtype.itemsize
     cached = 2 * batch * context * plan.layers * plan.groups * plan.dim
     return Job(
-        name=f"decode_step {model}{' int8' * int8}, {batch}x{width} rows, {context}",
+        name=name,
         function=functools.partial(tpu.decode_step, plan),
         args=args,
         kernel="decode_step",
         scalars=(np.asarray(bounds_of(step.shape, jnp.asarray(committed))), committed, np.full(batch, width), pages),
         needed=matrices + 2 * cached,
         estimate=functools.partial(simulate, step, context),
+        stages=functools.partial(stages, step, context),
         vmem=step.vmem_bytes,
         donated=(4, 5),
     )
@@ -111,6 +118,7 @@ class _Memory:
 class _Costs:
     """Bundles of each part of a layer; `tiles` of one tile of a matrix, `around` of everything outside of loops."""
 
+    loops: dict[str, list[Loop]]
     tiles: dict[str, float]
     around: int
     request: int
@@ -127,7 +135,10 @@ class _Costs:
         qkv, *_, out, gate_up, down = busy
         loops = dict(zip(step.plan.matrices.values(), (qkv, out, gate_up, down), strict=True))
         plain, last = blocks
+        attention = [dataclasses.replace(attending, loops=[])] * (step.shape.batch > 1) + blocks
         return cls(
+            loops={matrix.name: [loop] for matrix, loop in loops.items()}
+            | {"attention": attention, "around": [dataclasses.replace(layer, loops=[])]},
             # A turn of gate_up's loop is a tile of gate and one of up.
             tiles={m.name: loop.bundles / (m.inputs * (2 if m.name == "gate_up" else 1)) for m, loop in loops.items()},
             around=layer.bundles,
@@ -142,53 +153,100 @@ def _inner(loop: Loop) -> list[Loop]:
     return loop.loops + [x for inner in loop.loops for x in _inner(inner)]
 
 
+@dataclasses.dataclass
+class _Stage:
+    """What a part of the layers adds up to: its time, the part of it in which bundles run, and bundles."""
+
+    seconds: float = 0.0
+    busy: float = 0.0
+    bundles: float = 0.0
+
+
 def simulate(step: Any, context: int, found: Schedule, chip: Chip) -> dict[str, float]:
     """The time of a step, the share of it in which memory stands still, and the share in which the kernel computes."""
-    plan, s, costs = step.plan, step.shape, _Costs.of(step, found)
+    now, memory, parts = _play(step, context, _Costs.of(step, found), chip)
+    return {"estimate_s": now, "idle": memory.idle / now, "busy": sum(part.busy for part in parts.values()) / now}
+
+
+def stages(step: Any, context: int, found: Schedule, chip: Chip) -> list[dict[str, Any]]:
+    """The step by stage, all layers together: bytes that it needs, bundles, unit use, time, and waiting in it.
+
+    `units` are of the bundles of the stage's loops, each counted once. `around` is what stands outside of loops: norms,
+    rotation, new keys and values; in the kernel half of it comes before attention and half behind it.
+    """
+    plan, costs = step.plan, _Costs.of(step, found)
+    _, _, parts = _play(step, context, costs, chip)
+    tile = plan.layers * plan.rows * plan.columns * plan.tile_dtype.itemsize
+    needed = {name: matrix.count * tile for name, matrix in plan.matrices.items()}
+    shape = step.shape
+    needed["attention"] = 2 * shape.batch * context * plan.layers * shape.groups * shape.dim * step.dtype.itemsize
+    return [
+        {
+            "stage": name,
+            "bytes": needed.get(name, 0),
+            "bundles": round(part.bundles),
+            "estimate_us": round(part.seconds * 1e6, 1),
+            "waiting_us": round((part.seconds - part.busy) * 1e6, 1),
+            "roofline_us": round(needed.get(name, 0) / chip.bandwidth * 1e6, 1),
+            "units": shares(found.filled(*costs.loops[name])),
+        }
+        for name, part in parts.items()
+    ]
+
+
+def _play(step: Any, context: int, costs: _Costs, chip: Chip) -> tuple[float, _Memory, dict[str, _Stage]]:
+    plan, s = step.plan, step.shape
     memory, clock = _Memory(chip.bandwidth), chip.clock
     tile = plan.rows * plan.columns * plan.tile_dtype.itemsize
     slot = 2 * s.groups * s.dim * step.dtype.itemsize
     loaded = collections.deque(memory.copy(0.0, tile) for _ in range(tpu.BANKS))
     left = plan.layers * plan.tiles - tpu.BANKS
-    now = worked = 0.0
+    now = 0.0
+    parts = {name: _Stage() for name in ("around", "qkv", "attention", "out", "gate_up", "down")}
 
-    def work(bundles: float) -> None:
-        nonlocal now, worked
-        now, worked = now + bundles / clock, worked + bundles / clock
+    def work(name: str, bundles: float) -> None:
+        nonlocal now
+        part = parts[name]
+        now, part.seconds = now + bundles / clock, part.seconds + bundles / clock
+        part.busy, part.bundles = part.busy + bundles / clock, part.bundles + bundles
+
+    def wait(name: str, until: float) -> None:
+        nonlocal now
+        parts[name].seconds += max(0.0, until - now)
+        now = max(now, until)
 
     def product(name: str) -> None:
-        nonlocal now, left
+        nonlocal left
         for _ in range(plan.matrices[name].count):
-            now = max(now, loaded.popleft())
-            work(costs.tiles[name])
+            wait(name, loaded.popleft())
+            work(name, costs.tiles[name])
             if left:
                 loaded.append(memory.copy(now, tile))
                 left -= 1
 
     def attend() -> None:
-        nonlocal now
         around = memory.copy(now, slot * step.window)
-        work(costs.request / 2)
+        work("attention", costs.request / 2)
         full, rest = divmod(context, s.block)
         blocks = [(s.block, costs.block)] * full + [(rest, costs.last)] * bool(rest)
         arriving = memory.copy(now, slot * blocks[0][0]) if blocks else now
         for (_, bundles), (following, _) in zip(blocks, [*blocks[1:], (0, 0)], strict=True):
             pieces = s.block // s.piece
             arrived, arriving = arriving, memory.copy(now, slot * following) if following else now
-            work(costs.piece * pieces)
-            now = max(now, arrived)
-            work(bundles)
-        now = max(now, around)
-        work(costs.request / 2)
-        now = memory.copy(now, slot * step.window)
+            work("attention", costs.piece * pieces)
+            wait("attention", arrived)
+            work("attention", bundles)
+        wait("attention", around)
+        work("attention", costs.request / 2)
+        wait("attention", memory.copy(now, slot * step.window))
 
     for _ in range(plan.layers):
-        work(costs.around / 2)
+        work("around", costs.around / 2)
         product("qkv")
         for _ in range(s.batch):
             attend()
         product("out")
-        work(costs.around / 2)
+        work("around", costs.around / 2)
         product("gate_up")
         product("down")
-    return {"estimate_s": now, "idle": memory.idle / now, "busy": worked / now}
+    return now, memory, parts

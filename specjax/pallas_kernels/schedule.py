@@ -6,6 +6,7 @@ the clock are the time of a kernel whose data is there.
 """
 
 import dataclasses
+import glob
 import re
 from pathlib import Path
 
@@ -48,6 +49,11 @@ class Schedule:
         """Share of the unit slots of a loop's own bundles that are used."""
         return {u: loop.used[u] / max(1, loop.bundles * self.capacity[u]) for u in UNITS}
 
+    def filled(self, *loops: Loop) -> dict[str, float]:
+        """The same over the bundles of loops and those inside them, every loop counted once."""
+        bundles = sum(loop.total() for loop in loops)
+        return {u: sum(loop.total(u) for loop in loops) / max(1, bundles * self.capacity[u]) for u in UNITS}
+
 
 def read(folder: Path, kernel: str) -> Schedule:
     """The schedule that the compiler has written for the newest kernel of this name.
@@ -60,6 +66,26 @@ def read(folder: Path, kernel: str) -> Schedule:
     if not bundles or not use:
         raise FileNotFoundError(f"the compiler has written no schedule of {kernel} to {folder}")
     return parse(max(bundles).read_text(), max(use).read_text())
+
+
+def read_program(folder: Path) -> Schedule:
+    """The schedules of all kernels that the compiler has written to a folder, as the loops of one.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found, capacity = [], {}
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        name, _, kind = path.name.rpartition("-")[0].rpartition("-")  # of TIME-KERNEL-NUMBER-final_bundles.txt
+        use = list(folder.glob(f"{glob.escape(name)}-*-final_hlo-static-per-bundle-utilization.txt"))
+        if path.name.endswith("schedule-analysis_final_bundles.txt") or not kind.isdigit() or not use:
+            continue
+        kernel = parse(path.read_text(), use[0].read_text())
+        found.append(kernel.kernel)
+        capacity = kernel.capacity
+    if not found:
+        raise FileNotFoundError(f"the compiler has written no schedule to {folder}")
+    return Schedule(Loop(loops=found), capacity)
 
 
 def parse(bundles: str, utilization: str) -> Schedule:

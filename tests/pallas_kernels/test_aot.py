@@ -30,6 +30,12 @@ def test_attention_is_the_longer_of_bundles_and_copies():
     assert quick == pytest.approx(4 * (100e-9 + 8 * block) + block)
     assert slow == pytest.approx(4 * (100e-9 + 8 * (100_000 + 4 * 10) * 1e-9) + block)  # four pieces of 256 slots
     assert job.needed == 4 * 8 * block * CHIP.bandwidth
+    stages = job.stages(attention(100), CHIP)
+    assert [(stage["stage"], stage["bundles"]) for stage in stages] == [
+        ("request", 100),
+        ("block", 120),
+        ("last block", 410),
+    ]
 
 
 def decode(tile, around=0):
@@ -46,6 +52,23 @@ def test_a_step_whose_bundles_are_few_keeps_memory_busy():
     floor = job.needed / CHIP.bandwidth
     assert floor < shown["estimate_s"] < 1.01 * floor
     assert shown["idle"] < 0.01 and shown["busy"] < 0.01
+
+
+def test_stages_add_up_to_the_step_and_say_where_it_waits():
+    job = aot_decode.job("Llama-3.1-8B", context=1024)
+    for found in (decode(1), decode(10_000, around=5000)):
+        shown, stages = job.estimate(found, CHIP), job.stages(found, CHIP)
+        assert [stage["stage"] for stage in stages] == ["around", "qkv", "attention", "out", "gate_up", "down"]
+        assert sum(stage["estimate_us"] for stage in stages) == pytest.approx(shown["estimate_s"] * 1e6, rel=1e-3)
+        waiting = sum(stage["waiting_us"] for stage in stages) / sum(stage["estimate_us"] for stage in stages)
+        assert waiting == pytest.approx(1 - shown["busy"], abs=0.01)
+        sizes = {stage["stage"]: stage["bytes"] for stage in stages}
+        assert sizes["down"] == 2 * 32 * 4096 * 14336
+        assert sizes["attention"] == 2 * 1024 * 32 * 8 * 128 * 2
+        assert sum(sizes.values()) == job.needed
+    many = {stage["stage"]: stage for stage in stages}
+    assert many["around"]["bundles"] == 32 * 5000
+    assert many["gate_up"]["units"]["MXU"] == round(1 / (2 * 4 * 10_000), 3)
 
 
 def test_a_step_whose_bundles_are_many_lets_memory_wait():

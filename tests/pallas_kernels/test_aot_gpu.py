@@ -1,5 +1,7 @@
 """What the GPUs' compilers say is read; kernels lower for AMD without any compiler of AMD's."""
 
+import dataclasses
+
 import pytest
 
 from specjax.pallas_kernels import aot_gpu
@@ -30,11 +32,12 @@ def test_registers_and_spills_are_read_from_what_compilers_say():
 
 def test_a_spill_is_an_error_and_a_shape_that_is_declined_is_none(monkeypatch):
     chip = aot_gpu.CHIPS["h100"]
-    job = aot_gpu.Job("job", len, (), needed=3_350_000)
+    job = aot_gpu.Job("job", len, (), kernel="tree_attention", needed=3_350_000)
     monkeypatch.setattr(aot_gpu, "_compile_nvidia", lambda *_: {"registers": 255, "spill_bytes": 16})
     row = aot_gpu.run(job, chip)
     assert row["roofline_us"] == 1.0
     assert row["error"] == "16 bytes of registers spilled to memory"
+    assert "error" not in aot_gpu.run(dataclasses.replace(job, kernel=None), chip)  # XLA's kernels are not ours
 
     def decline(*_):
         raise NotImplementedError("heads of width 12")

@@ -53,3 +53,21 @@ def test_the_newest_schedule_is_read(tmp_path):
         (tmp_path / f"{stamp}-attend.1-71-schedule-analysis_final_bundles.txt").write_text("Schedule analysis:")
         (tmp_path / f"{stamp}-attend.1-70-final_hlo-static-per-bundle-utilization.txt").write_text(USE)
     assert schedule.read(tmp_path, "attend").kernel.total() == 11
+
+
+def test_the_kernels_of_a_program_are_read_as_the_loops_of_one(tmp_path):
+    for kernel in ("fusion", "fusion.2", "<late-finalization>"):
+        (tmp_path / f"9-{kernel}-71-final_bundles.txt").write_text(BUNDLES)
+        (tmp_path / f"9-{kernel}-70-schedule-analysis_final_bundles.txt").write_text("Schedule analysis:")
+        (tmp_path / f"9-{kernel}-69-final_hlo-static-per-bundle-utilization.txt").write_text(USE)
+    found = schedule.read_program(tmp_path)
+    assert len(found.kernel.loops) == 3
+    assert found.kernel.total() == 3 * 11
+    assert found.filled(found.kernel)["MXU"] == 3 / (11 * 2)  # three of two slots a bundle
+    inner = found.kernel.loops[0].loops[0].loops
+    assert found.filled(*inner)["MXU"] == 2 / (4 * 2)
+    assert found.filled(inner[1])["MXU"] == 1.0
+    for path in tmp_path.iterdir():
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match="no schedule"):
+        schedule.read_program(tmp_path)
