@@ -8,7 +8,6 @@ regex and sentencepiece.
 
 import argparse
 import importlib.util
-import inspect
 import io
 import json
 import platform
@@ -405,9 +404,32 @@ def make_smollm2(path: Path) -> None:
     write_json("smollm2.json", {"file": path.name, "prompts": prompts})
 
 
+# What the SentencePiece model is trained on, beside the strings: a text that nobody reformats.
+PROSE = """
+The ferry leaves the northern pier at seven in the morning, and again at noon when the weather allows it. Whoever wants
+to cross with a bicycle should be there early: there is room for twelve of them, and on Sundays fourteen people stand in
+the line. The captain, who has made the crossing for thirty years, says that the sea is never the same twice. In winter
+the boat stays on this side; then the letters are carried over the ice, as they were a hundred years ago.
+
+def crossing(passengers, bicycles, weather):
+    if weather == "storm":
+        return None
+    return [name for name in passengers if name not in bicycles][:120]
+
+On the other side there is a house with green windows. Its owner keeps bees, bakes bread and writes letters to the
+newspaper about the price of flour. He has counted the waves of an afternoon, and the number was 4,317. "Nobody believes
+me," he said, "but nobody has counted them again." The children of the island go to a school of two rooms, where the
+older ones teach the younger ones to read, to write and to row. In the evening the lights of the town can be seen across
+the water, and the last ferry answers them with its own.
+
+for line in letters:
+    print(line.strip(), len(line), sep="\\t")
+"""
+
+
 def make_sentencepiece() -> None:
     """A small SentencePiece BPE model of the Llama 2 kind, trained here, and its own library's ids."""
-    text = "\n".join(STRINGS + [message["content"] for chat in CHATS for message in chat] + [inspect.getsource(Bpe)])
+    text = "\n".join(STRINGS + [message["content"] for chat in CHATS for message in chat] + [PROSE])
     cases = []
     for prefix in (True, False):
         model = io.BytesIO()
