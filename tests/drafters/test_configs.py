@@ -16,7 +16,7 @@ from specjax.sampling import SamplingParams
 from specjax.targets.config import expected_tensors
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-# What stands where a configuration has a placeholder: a checkpoint of the packaging.
+# What stands where a configuration takes the drafter that comes with specjax: a checkpoint of the packaging.
 CHECKPOINTS = {
     "eagle3": "eagle3-specforge",
     "hybrid": "eagle3-specforge",
@@ -37,16 +37,13 @@ def target():
 
 
 def read(path: Path, folder: Path):
-    """The configuration, with checkpoints for its placeholders; the probe has tests of its own."""
+    """The configuration, with a checkpoint for the target that is decoded here; the probe has tests of its own."""
     values = yaml.safe_load(path.read_text())
     if path.stem in CHECKPOINTS:
         sample = next(s for s in checkpoints.samples() if s.format == CHECKPOINTS[path.stem])
         written = str(sample.copy().write(folder / "head"))
         part = values["drafter"]["model"] if path.stem == "hybrid" else values["drafter"]
-        if "model" in part:
-            part["model"] = written
-        else:
-            values["target"] = written  # the module inside it
+        part["model"] = written
     run = configs.make(values)
     return run.model_copy(update={"drafter": configs.without_probe(run.drafter) or run.drafter})
 
