@@ -39,7 +39,8 @@ class Bench(flags.EngineFlags):
     """A line a conversation: {"turns": [...], "category": "..."} or {"messages": [...]}."""
     drafters: Annotated[str, flags.text("KIND|PATH,...")] = "none,ngram,suffix"
     """What to compare. A drafter takes its options from the configuration if that is of its kind. `all` is n-gram,
-    suffix, the drafters that come with specjax for the target, n-gram grafted on EAGLE-3, and a planned set of them."""
+    suffix, the drafters that come with specjax for the target, n-gram grafted on EAGLE-3 (hybrid), and a planned set of
+    n-gram and hybrid."""
     max_tokens: Annotated[int, flags.text("N")] = 128
     """Most tokens of an answer."""
     repeats: Annotated[int, flags.text("R")] = 3
@@ -177,9 +178,11 @@ def _all(target: str) -> dict[str, DrafterConfig]:
 
     families = list(shipped(target))
     found = {name: config.drafter(name) for name in ("ngram", "suffix", *families)}
+    members: list[Any] = ["ngram", *families]
     if "eagle3" in families:
-        found["hybrid"] = config.drafter({"kind": "hybrid", "model": "eagle3"})
-    return found | {"auto": config.drafter({"kind": "auto", "of": ["ngram", *families]})}
+        grafted = {"kind": "hybrid", "model": "eagle3"}
+        found["hybrid"], members = config.drafter(grafted), ["ngram", grafted]
+    return found | {"auto": config.drafter({"kind": "auto", "of": members})}
 
 
 def _first_prompt(conversation: Conversation) -> list[dict[str, Any]]:

@@ -103,7 +103,7 @@ def test_all_means_what_comes_with_the_target(prompt_set, engines, tmp_path, mon
     names = [d["drafter"] for d in found["drafters"]]
     assert names == ["none", "ngram", "suffix", "eagle3", "mtp", "hybrid", "auto"]
     sections = engines.made[0].drafters
-    assert [one.kind for one in sections[-1].of] == ["ngram", "eagle3", "mtp"]
+    assert [one.kind for one in sections[-1].of] == ["ngram", "hybrid"]
 
 
 def test_no_probe(prompt_set, engines, capsys):
