@@ -7,14 +7,14 @@ DRAFTER_PACKAGES := speculators==0.9.0 specforge==0.2.0 dflash==0.1.0
 BIN := .venv/bin
 SETUP := .venv/.setup-done
 GOLDENS := .venv-goldens/.setup-done
-AOT_EXTRAS ?= tpu,cuda,aot
+AOT_EXTRAS ?= tpu,cuda,aot,plot
 AOT := .venv-aot/.setup-done
 CHIPS ?=
 MINUTES ?= 30
 TOKENS ?= 300000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format goldens bench aot drafts clean
+.PHONY: help setup demo test lint format goldens bench aot profile drafts clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ goldens: $(GOLDENS)  ## record the reference outputs that the parity tests compa
 
 aot: $(AOT)  ## compile the kernels for chips that are not here (CHIPS="tpu-v6e h100 mi300x", ARGS="--short --json FILE")
 	.venv-aot/bin/specjax aot $(if $(CHIPS),--chips "$(CHIPS)") $(ARGS)
+
+profile: $(AOT)  ## a round by phase, with the compilers of chips that are not here (ARGS="--device tpu-v6e --target llama-3.1-8b")
+	.venv-aot/bin/specjax profile $(ARGS)
 
 drafts: $(SETUP)  ## train a drafter of each family: corpus, runs, figures, in out/ (MINUTES=30 a run, TOKENS=300000); goes on
 	@mkdir -p out

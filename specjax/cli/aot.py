@@ -61,7 +61,7 @@ class Aot(flags.CommonFlags):
     chips: Annotated[str | None, flags.text("CHIP ...")] = None
     """Chips to compile for, separated by spaces or commas; all by default."""
     short: bool = False
-    """One kernel of each kind a chip, and no whole step."""
+    """One kernel of each kind a chip, and no whole round."""
     json: Annotated[str | None, flags.text("FILE.json")] = None
     """Write the table here."""
 
@@ -78,7 +78,7 @@ class Aot(flags.CommonFlags):
         rows = []
         for name in names:
             parts = [in_a_process(name, *["--short"] * self.short)]
-            if name in aot.CHIPS and not self.short:
+            if not self.short and (name in aot.CHIPS or aot_gpu.CHIPS[name].platform == "cuda"):
                 parts.append(in_a_process(name, "--steps"))
             for row in itertools.chain(*parts):
                 rows.append(row)
@@ -89,9 +89,9 @@ class Aot(flags.CommonFlags):
         return 1 if any("error" in row for row in rows) else 0
 
 
-def in_a_process(chip: str, *options: str) -> Iterator[dict[str, Any]]:
+def in_a_process(chip: str, *options: str, module: str = "specjax.cli.aot") -> Iterator[dict[str, Any]]:
     """Rows of a chip; each has a process of its own, since a compiler takes its flags once."""
-    command = [sys.executable, "-m", "specjax.cli.aot", chip, *options]
+    command = [sys.executable, "-m", module, chip, *options]
     # The compilers write warnings about the missing chip to stderr; ours are rows.
     with tempfile.TemporaryFile("w+") as said:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process:
@@ -124,9 +124,17 @@ def worker(name: str, short: bool) -> None:
 def whole_steps(name: str) -> None:
     """The same for whole rounds, which are too large to have their schedules written."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from specjax.engine import aot as engine_aot
-    from specjax.pallas_kernels import aot
+    from specjax.pallas_kernels import aot, aot_gpu
 
+    if name in aot_gpu.CHIPS:
+        aot_gpu.prepare()
+    from specjax.engine import aot as engine_aot
+
+    if name in aot_gpu.CHIPS:
+        gpu = aot_gpu.CHIPS[name]
+        for job in engine_aot.jobs(gpu):
+            print(json.dumps(attempt(name, job, lambda job=job: aot_gpu.run(job, gpu))), flush=True)
+        return
     chip = aot.CHIPS[name]
     with aot.dumping(kernels=False):
         for job in engine_aot.jobs(chip):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import tyro
 
 from specjax import __version__
-from specjax.cli import aot, bench, calibrate, convert, demo, doctor, generate, plan, train
+from specjax.cli import aot, bench, calibrate, convert, demo, doctor, generate, plan, profile, train
 
 HELP = """Speculative decoding in JAX and Pallas.
 
@@ -28,6 +28,7 @@ COMMANDS = {
     "bench": (bench.Bench, bench.HELP),
     "calibrate": (calibrate.Calibrate, calibrate.HELP),
     "plan": (plan.PlanCommand, plan.HELP),
+    "profile": (profile.Profile, profile.HELP),
     "convert": (convert.Convert, convert.HELP),
     "doctor": (doctor.Doctor, doctor.HELP),
     "aot": (aot.Aot, aot.HELP),

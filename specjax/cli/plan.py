@@ -70,7 +70,7 @@ class PlanCommand(flags.CommonFlags):
         dtype = self.dtype if self.dtype != "auto" else "float32" if device.platform == "cpu" else "bfloat16"
         if dtype not in BYTES:
             raise ValueError(f"--dtype must be auto, {', '.join(BYTES)}; got {dtype!r}")
-        setup = Setup(device, self.devices, _target(self.target), dtype)
+        setup = Setup(device, self.devices, target_shape(self.target), dtype)
         learned = [drafter(kind) for kind in dict.fromkeys(kinds) if kind != "none"]
         batches = self._batches() or [b for b in (1, 8, 64, 512) if fits(setup, learned, b, self.context)] or [1]
         for batch in batches:
@@ -120,7 +120,7 @@ def _attached() -> str:
     return jax.devices()[0].device_kind
 
 
-def _target(name: str) -> "ModelShape":
+def target_shape(name: str) -> "ModelShape":
     """The shape of a known target, or of the `config.json` in a folder."""
     from specjax.costmodel.shapes import TARGETS, ModelShape, target
 

@@ -1,16 +1,21 @@
-"""Whole rounds for absent TPUs: the target's pass, accept, commit and the next draft, with abstract weights."""
+"""Rounds for absent TPUs and GPUs, whole and by phase, with abstract weights: what to compile."""
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specjax.cache import whole_blocks
 from specjax.config import RunConfig
+from specjax.costmodel.shapes import ModelShape
 from specjax.drafters import registry
-from specjax.engine import step
+from specjax.engine import profile, step
 from specjax.engine.engine import Engine
-from specjax.pallas_kernels.aot import Chip, Job
+from specjax.engine.step import Stage, Width
+from specjax.pallas_kernels import aot_decode, aot_gpu
+from specjax.pallas_kernels.aot import Chip, Job, tree_attention_job
 from specjax.targets import decoder, fused
 from specjax.targets.config import DecoderConfig
 from specjax.targets.rope import RopeConfig
@@ -68,35 +73,141 @@ MODELS = {
 }
 
 
-def jobs(chip: Chip) -> list[Job]:
-    """Rounds with n-gram drafts for the models that fit the chip's memory, layer by layer and fused."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A round of a decoder, as it is compiled.
+
+    Attributes:
+        name: of the model.
+        model: its description.
+        drafter: `none`, or a drafter without weights.
+        drafts: of a round, a chain.
+        batch: requests.
+        context: token slots of a request.
+        dtype: of weights, activations and cache.
+        fused: all layers as one kernel.
+    """
+
+    name: str
+    model: DecoderConfig
+    drafter: str = "ngram"
+    drafts: int = 7
+    batch: int = 1
+    context: int = 2048
+    dtype: str = "bfloat16"
+    fused: bool = False
+
+    def abstract(self, model: DecoderConfig | None = None) -> tuple[Any, Any, Stage, Width]:
+        """Shapes of the target's weights and of an engine's state, and the static halves of its widest round."""
+        model = model or self.model
+        target, params = decoder.abstract(model, jnp.dtype(self.dtype))
+        if self.fused:
+            params = jax.eval_shape(lambda p: fused.fuse(target, p)[1], params)
+            target = fused.FusedTarget(model, fused.plan_of(model, self.dtype))
+        drafts = {"kind": self.drafter} | ({"num_speculative_tokens": self.drafts} if self.drafts else {})
+        config = RunConfig(
+            context=self.context,
+            batch=self.batch,
+            dtype=self.dtype,
+            warmup=False,
+            compilation_cache=None,
+            drafter=drafts,
+        )
+        drafter = None
+        if self.drafter != "none":
+            drafter = registry.create(self.drafter, config.drafter.model_dump(exclude={"kind"}))
+        state, stage, width = abstract_engine(target, params, drafter, config)
+        return {"target": params, "drafter": ()}, state, stage, width
+
+
+def jobs(chip: Chip | aot_gpu.Chip) -> list[Job]:
+    """Rounds with n-gram drafts for the models that fit the chip's memory; on TPUs fused too, which GPUs have not."""
     names = ("Llama-3.1-8B", "Qwen3-8B") if chip.memory > 20e9 else ("Llama-3.2-3B",)
-    return [job(name, one) for name in names for one in (False, True)]
+    steps = (False, True) if chip.platform == "tpu" else (False,)
+    return [job(Case(name, MODELS[name], fused=one)) for name in names for one in steps]
 
 
-def job(name: str, one: bool, context: int = 2048) -> Job:
-    """One round of a model in bfloat16 at the widest verify size; `one`: its layers as one kernel."""
-    target, params = decoder.abstract(MODELS[name], jnp.bfloat16)
-    if one:
-        params = jax.eval_shape(lambda p: fused.fuse(target, p)[1], params)
-        target = fused.FusedTarget(MODELS[name], fused.plan_of(MODELS[name], jnp.bfloat16))
-    drafts = {"kind": "ngram", "num_speculative_tokens": 7}
-    config = RunConfig(context=context, dtype="bfloat16", warmup=False, compilation_cache=None, drafter=drafts)
-    drafter = registry.create("ngram", config.drafter.model_dump(exclude={"kind"}))
-    state, stage, width = abstract_engine(target, params, drafter, config)
-    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
-    if not MODELS[name].tie_word_embeddings:
-        weights -= params["embedding"].size * 2  # of which a round reads a few rows
+def job(case: Case) -> Job:
+    """One whole round at the widest verify size, its weights abstract."""
+    params, state, stage, width = case.abstract()
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params["target"]))
+    if not case.model.tie_word_embeddings:
+        table = params["target"]["embedding"]
+        weights -= table.size * table.dtype.itemsize  # of which a round reads a few rows
     return Job(
-        name=f"round {name}, {width.count} rows, {'fused' if one else 'layer by layer'}",
+        name=f"round {case.name}, {width.count} rows, {'fused' if case.fused else 'layer by layer'}",
         function=functools.partial(step.round_step, stage, width),
-        args=({"target": params, "drafter": ()}, state),
+        args=(params, state),
         needed=weights,
         donated=(1,),
     )
 
 
-def abstract_engine(target: Any, params: Any, drafter: Any, config: RunConfig) -> tuple[Any, Any, Any]:
+def phase_jobs(case: Case) -> dict[str, tuple[Job, int]]:
+    """The phases of a round that XLA compiles, by name: the job, of one layer where layers do it, and how many do.
+
+    Attention is left to the kernel's own job, as are the layers of a fused step.
+    """
+    one = dataclasses.replace(case.model, num_layers=1, windows=case.model.windows[:1])
+    params, state, stage, width = dataclasses.replace(case, fused=False).abstract(one)
+    table = profile.programs(stage, width, jnp.dtype(case.dtype))
+    made = jax.eval_shape(table["accept"][0], params, state, *table["accept"][1])[1]
+    found: dict[str, tuple[Job, int]] = {}
+    if stage.drafter is not None:
+        draft = functools.partial(step.redraft, stage)
+        found["draft"] = Job(name="draft", function=draft, args=(params, state), donated=(1,)), 1
+    layers = [] if case.fused else ["qkv", "output", "mlp"]
+    for name in (*layers, "head", "accept", "commit"):
+        function, shapes = table[name]
+        args = (*shapes[:3], *made) if name == "commit" else shapes
+        times = case.model.num_layers if name in layers else 1
+        found[name] = Job(name=name, function=function, args=(params, state, *args), donated=(1,)), times
+    return found
+
+
+def kernel_jobs(case: Case, chip: Chip | aot_gpu.Chip, committed: int) -> dict[str, tuple[Job, int]]:
+    """The Pallas kernels of a round on a chip, by phase (`layers`: the fused step), and how often a round runs each.
+
+    Raises:
+        ValueError: a fused step on a GPU.
+    """
+    c, rows = case.model, case.drafts + 1
+    if case.fused:
+        if not isinstance(chip, Chip):
+            raise ValueError(f"decode_step has no kernel for {chip.name}: on GPUs the layers are XLA's, op 'spec_step'")
+        plan = fused.plan_of(c, case.dtype)
+        return {"layers": (aot_decode.job_of(f"decode_step {case.name}", plan, case.batch, rows, committed), 1)}
+    sizes = {"batch": case.batch, "width": rows, "heads": c.num_heads, "groups": c.num_kv_heads, "dim": c.head_dim}
+    sizes |= {"context": whole_blocks(committed), "window": c.windows[0], "dtype": case.dtype}
+    if isinstance(chip, Chip):
+        return {"attention": (tree_attention_job("attention", **sizes), c.num_layers)}
+    return {"attention": (aot_gpu.tree_attention_job("attention", "op", **sizes), c.num_layers)}
+
+
+def model_of(shape: ModelShape) -> DecoderConfig:
+    """The decoder of a known shape: its own description where that is above, else one of the same sizes."""
+    for name, model in MODELS.items():
+        if name.lower() == shape.name:
+            return model
+    qwen = shape.name.startswith("qwen3")
+    return DecoderConfig(
+        family="qwen3" if qwen else "llama",
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=1e-6 if qwen else 1e-5,
+        rope=RopeConfig(theta=1e6 if qwen else 1e5),
+        max_position_embeddings=131072,
+        tie_word_embeddings=shape.tied,
+        qk_norm=qwen,
+    )
+
+
+def abstract_engine(target: Any, params: Any, drafter: Any, config: RunConfig) -> tuple[Any, Stage, Width]:
     """Shapes of an engine's state, and the static halves of its widest round; nothing is allocated."""
     made = {}
 

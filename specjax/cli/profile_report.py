@@ -1,0 +1,200 @@
+"""A profile for people: rows of phases from what was priced, timed and compiled; the table; the plot."""
+
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.costmodel.roofline import Work
+    from specjax.engine.profile import Timed
+
+SHOWN_UNITS = ("MXU", "VALU", "XLU", "EUP", "VLOAD", "VSTORE", "SALU")
+COLUMNS = {
+    "bytes": ("MB", 1e6, ".2f"),
+    "flops": ("GFLOP", 1e9, ".2f"),
+    "roofline_us": ("roofline µs", 1, ".1f"),
+    "compiler_us": ("compiler µs", 1, ".1f"),
+    "estimate_us": ("schedule µs", 1, ".1f"),
+    "waiting_us": ("waiting µs", 1, ".1f"),
+    "bundles": ("bundles", 1, ".0f"),
+    "spills": ("spills", 1, ".0f"),
+    "registers": ("registers", 1, ".0f"),
+    "shared_bytes": ("shared KB", 1024, ".0f"),
+    "spill_bytes": ("spilled B", 1, ".0f"),
+    "measured_us": ("measured µs", 1, ".1f"),
+    "of_roofline": ("of roofline", 1, ".2f"),
+}
+
+
+def _priced(work: "Mapping[str, Work]", layers: Sequence[str]) -> "dict[str, Work]":
+    """The cost model's phases, those of the layers joined where they are one."""
+    from specjax.costmodel.roofline import total
+
+    if layers != ("layers",):
+        return dict(work)
+    inside = ("qkv", "attention", "output", "mlp")
+    found, joined = {}, total(part for name, part in work.items() if name in inside)
+    for name, part in work.items():
+        found |= {"layers": joined} if name in inside else {name: part}
+    return found
+
+
+def _row(phase: str, part: "Work | None") -> dict[str, Any]:
+    row: dict[str, Any] = {"phase": phase}
+    if part is not None:
+        row |= {"bytes": part.bytes, "flops": part.flops, "roofline_us": part.seconds * 1e6}
+    return row
+
+
+def measured(work: "Mapping[str, Work]", timed: "Mapping[str, Timed]", layers: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of the phases that were timed; `measured_us` is less the launch, which has a row of its own."""
+    from specjax.engine.profile import LAUNCH, WHOLE
+
+    priced, launch, rows = _priced(work, layers), timed[LAUNCH].seconds, []
+    for phase in timed:
+        if phase in WHOLE:
+            continue
+        time, less = timed[phase], 0.0 if phase == LAUNCH else launch
+        row = _row(phase, priced.get(phase))
+        row["measured_us"] = max(time.seconds - less, 0.0) * 1e6
+        row["measured_range_us"] = [max(x - less, 0.0) * 1e6 for x in (time.least, time.most)]
+        if row.get("roofline_us") and row["measured_us"]:
+            row["of_roofline"] = row["roofline_us"] / row["measured_us"]
+        rows.append(row)
+    return rows
+
+
+def whole(timed: "Mapping[str, Timed]") -> list[dict[str, Any]]:
+    """The programs that hold several phases, as they were timed."""
+    from specjax.engine.profile import WHOLE
+
+    found = []
+    for name in (name for name in WHOLE if name in timed):
+        time = timed[name]
+        spread = [time.least * 1e6, time.most * 1e6]
+        found.append({"program": name, "measured_us": time.seconds * 1e6, "measured_range_us": spread})
+    return found
+
+
+def compiled(
+    work: "Mapping[str, Work]", rows: Sequence[dict[str, Any]], layers: Sequence[str], only: Collection[str]
+) -> list[dict[str, Any]]:
+    """Rows of a round's phases with what their compiler says; times are of all layers, the rest of one program."""
+    said = {row["phase"]: row for row in rows if "phase" in row}
+    found = []
+    for phase, part in _priced(work, layers).items():
+        if only and phase not in only:
+            continue
+        row, times = _row(phase, part), said.get(phase, {}).get("times", 1)
+        for key, value in said.get(phase, {}).items():
+            if key in ("phase", "times", "job", "chip", "roofline_us"):
+                continue  # ours is of the whole phase
+            row[key] = value * times if key in ("compiler_us", "estimate_us") and value is not None else value
+        found.append(row)
+    # What failed before there was a phase, a compiler that does not start for example.
+    return found + [{"phase": row["job"], "error": row["error"]} for row in rows if "phase" not in row]
+
+
+def show(found: dict[str, Any]) -> None:
+    """The table, on stdout."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    drafts = f"{found['drafter']} {found['drafts']}" if found["drafts"] else "no drafts"
+    console.print(
+        f"{found['op']}: {found['target']}, {found['dtype']}, on {found['device']}"
+        f"{'' if found['attached'] else ' (not here)'}; batch {found['batch']} of {found['rows']} rows, context "
+        f"{found['context']}, {drafts}" + (f"; medians of {found['repeats']}" if found["attached"] else "")
+    )
+    rows = found["phases"]
+    used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    units = [unit for unit in SHOWN_UNITS if any(unit in row.get("units", ()) for row in rows)]
+    table = Table(show_edge=False)
+    table.add_column("phase", no_wrap=True)
+    for name in [*(COLUMNS[key][0] for key in used), *units]:
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(row["phase"], *_cells(row, used, units))
+        for stage in row.get("stages", ()):
+            table.add_row(f"  {stage['stage']}", *_cells(stage, used, units))
+    sums = {key: sum(row.get(key) or 0.0 for row in rows) for key in ("bytes", "flops", "roofline_us", "measured_us")}
+    sums = {key: value for key, value in sums.items() if key in used}
+    if len(rows) > 1 and sums:
+        table.add_section()
+        table.add_row("all phases", *_cells(sums, used, units))
+    for program in found["programs"]:
+        table.add_row(program["program"], *_cells(program, used, units))
+    console.print(table)
+    for row in rows:
+        if "declined" in row or "error" in row:
+            console.print(f"{row['phase']}: {row.get('error') or 'declined: ' + row['declined']}", markup=False)
+    for note in found["notes"]:
+        console.print(f"-> {note}", markup=False)
+    if found.get("trace"):
+        console.print(f"-> trace: xprof --logdir {found['trace']}, or open its perfetto_trace.json.gz in Perfetto")
+
+
+def _cells(row: Mapping[str, Any], used: Sequence[str], units: Sequence[str]) -> list[str]:
+    cells = []
+    for key in used:
+        _, scale, form = COLUMNS[key]
+        value = row.get(key)
+        text = "" if value is None or (key in ("bytes", "flops") and not value) else format(value / scale, form)
+        if key == "measured_us" and value is not None and "measured_range_us" in row:
+            text += " ({:.0f}-{:.0f})".format(*row["measured_range_us"])
+        cells.append(text)
+    share = row.get("units", {})
+    return cells + [f"{share[unit]:.0%}" if unit in share else "" for unit in units]
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """A stacked bar a source (roofline, compiler, measured) on the left, the roofline with the phases on the right."""
+    from matplotlib.figure import Figure
+
+    from specjax.costmodel.tables import replacing
+
+    rows = found["phases"]
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    bars, roof = figure.subplots(1, 2)
+    sources = {
+        "roofline_us": "roofline",
+        "compiler_us": "compiler",
+        "estimate_us": "schedule",
+        "measured_us": "measured",
+    }
+    shown = [key for key in sources if any(row.get(key) for row in rows)]
+    bottoms = [0.0] * len(shown)
+    for i, row in enumerate(rows):
+        heights = [row.get(key) or 0.0 for key in shown]
+        bars.bar([sources[key] for key in shown], heights, bottom=bottoms, color=f"C{i}", label=row["phase"])
+        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    for program in found["programs"]:
+        bars.axhline(program["measured_us"], color="0.4", linewidth=0.8, linestyle="--")
+        bars.annotate(program["program"], (1, program["measured_us"]), xycoords=("axes fraction", "data"), fontsize=7,
+                      ha="right", va="bottom")  # fmt: skip
+    bars.set_ylabel("µs a round")
+    bars.legend(fontsize=7)
+    peak, bandwidth = found["peak_flops"], found["bandwidth"]
+    points = [row for row in rows if row.get("flops") and row.get("bytes")]
+    if peak and points:
+        reach = [min(r["flops"] / r["bytes"] for r in points) / 4, peak / bandwidth * 8]
+        ends = [reach[0], peak / bandwidth, reach[1]]
+        roof.plot(ends, [min(peak, x * bandwidth) / 1e12 for x in ends], color="0.3", linewidth=1.2)
+        for row in points:
+            time = row.get("measured_us") or row.get("estimate_us") or row.get("compiler_us") or row["roofline_us"]
+            place = row["flops"] / row["bytes"], row["flops"] / time / 1e6
+            roof.plot(*place, "o", color=f"C{rows.index(row)}")
+            roof.annotate(row["phase"], place, fontsize=8, xytext=(4, -8), textcoords="offset points")
+        roof.set_xscale("log")
+        roof.set_yscale("log")
+    roof.set_xlabel("operations a byte")
+    roof.set_ylabel("TFLOP/s")
+    figure.suptitle(
+        f"{found['op']}, {found['target']}, {found['dtype']}, {found['device']}, batch {found['batch']} of "
+        f"{found['rows']} rows, context {found['context']}",
+        fontsize=10,
+    )
+    with replacing(path) as part:
+        figure.savefig(part, format=path.suffix.removeprefix(".") or "png", dpi=110)
