@@ -135,8 +135,9 @@ class Profile(flags.EngineFlags):
 
             sizes = model_shape(engine.config.target, model)
             width = engine.programs.widths[-1]
-            work = _work(device, sizes, about["dtype"], shape, engine.config.batch, width.count, context)
-        phases = profile_report.measured(work, timed, profile.layer_phases(engine.target))
+            fused = profile.layer_phases(engine.target) == ("layers",)
+            work = _work(device, sizes, about["dtype"], shape, engine.config.batch, width.count, context, fused)
+        phases = profile_report.measured(work, timed)
         return {
             "op": self.op,
             "device": about["device"] if device is None else device.name,
@@ -191,8 +192,8 @@ class Profile(flags.EngineFlags):
         assert dtype in BYTES
         kinds = [] if shape.kind == "none" else [drafter_shape(shape.kind)]
         check_memory(Setup(device, 1, sizes, dtype), kinds, batch, context)
-        work = _work(device, sizes, dtype, shape, batch, batch * shape.rows, context)
         fused = self.op == "decode_step" or self.decode_step == "fused"
+        work = _work(device, sizes, dtype, shape, batch, batch * shape.rows, context, fused)
         rows, notes = [], []
         if self.op == "decode_step" and device.platform != "tpu":
             raise ValueError(f"decode_step has no kernel for {device.name}: there the layers are XLA's; op spec_step")
@@ -212,7 +213,6 @@ class Profile(flags.EngineFlags):
                     report(row.get("next") or row.get("phase", ""), len(rows), row.get("total", len(rows)))
                     rows += [row] if "next" not in row else []
         only = {"tree_attention": ("attention",), "decode_step": ("layers",)}.get(self.op, ())
-        layers = ("layers",) if fused else ("qkv", "attention", "output", "mlp")
         return {
             "op": self.op,
             "device": device.name,
@@ -220,7 +220,7 @@ class Profile(flags.EngineFlags):
             **_settings(target, dtype, shape, batch, context),
             "peak_flops": device.flops(dtype),
             "bandwidth": device.bandwidth,
-            "phases": profile_report.compiled(work, rows, layers, only),
+            "phases": profile_report.compiled(work, rows, only),
             "programs": [],
             "notes": notes,
         }
@@ -282,14 +282,16 @@ def _known(machine: dict[str, Any]) -> tuple["Device | None", list[str]]:
     return found, [] if found.name != "cpu" else ["the roofline is of the stand-in CPU in devices.json"]
 
 
-def _work(device, sizes, dtype: str, shape: "DraftShape", batch: int, rows: int, context: int) -> dict[str, Any]:
+def _work(
+    device, sizes, dtype: str, shape: "DraftShape", batch: int, rows: int, context: int, fused: bool
+) -> dict[str, Any]:
     """The cost model's phases of a round."""
     from specjax.costmodel.roofline import Setup, round_phases
     from specjax.costmodel.shapes import DRAFTERS
 
     drafter = DRAFTERS.get(shape.kind)
     setup = Setup(device, 1, sizes, dtype)
-    return dict(round_phases(setup, drafter, shape, batch, rows, context))
+    return dict(round_phases(setup, drafter, shape, batch, rows, context, fused))
 
 
 def _settings(target: str, dtype: str, shape: "DraftShape", batch: int, context: int) -> dict[str, Any]:

@@ -27,19 +27,6 @@ COLUMNS = {
 }
 
 
-def _priced(work: "Mapping[str, Work]", layers: Sequence[str]) -> "dict[str, Work]":
-    """The cost model's phases, those of the layers joined where they are one."""
-    from specjax.costmodel.roofline import total
-
-    if layers != ("layers",):
-        return dict(work)
-    inside = ("qkv", "attention", "output", "mlp")
-    found, joined = {}, total(part for name, part in work.items() if name in inside)
-    for name, part in work.items():
-        found |= {"layers": joined} if name in inside else {name: part}
-    return found
-
-
 def _row(phase: str, part: "Work | None") -> dict[str, Any]:
     row: dict[str, Any] = {"phase": phase}
     if part is not None:
@@ -47,16 +34,16 @@ def _row(phase: str, part: "Work | None") -> dict[str, Any]:
     return row
 
 
-def measured(work: "Mapping[str, Work]", timed: "Mapping[str, Timed]", layers: Sequence[str]) -> list[dict[str, Any]]:
+def measured(work: "Mapping[str, Work]", timed: "Mapping[str, Timed]") -> list[dict[str, Any]]:
     """Rows of the phases that were timed; `measured_us` is less the launch, which has a row of its own."""
     from specjax.engine.profile import LAUNCH, WHOLE
 
-    priced, launch, rows = _priced(work, layers), timed[LAUNCH].seconds, []
+    launch, rows = timed[LAUNCH].seconds, []
     for phase in timed:
         if phase in WHOLE:
             continue
         time, less = timed[phase], 0.0 if phase == LAUNCH else launch
-        row = _row(phase, priced.get(phase))
+        row = _row(phase, work.get(phase))
         row["measured_us"] = max(time.seconds - less, 0.0) * 1e6
         row["measured_range_us"] = [max(x - less, 0.0) * 1e6 for x in (time.least, time.most)]
         if row.get("roofline_us") and row["measured_us"]:
@@ -77,13 +64,11 @@ def whole(timed: "Mapping[str, Timed]") -> list[dict[str, Any]]:
     return found
 
 
-def compiled(
-    work: "Mapping[str, Work]", rows: Sequence[dict[str, Any]], layers: Sequence[str], only: Collection[str]
-) -> list[dict[str, Any]]:
+def compiled(work: "Mapping[str, Work]", rows: Sequence[dict[str, Any]], only: Collection[str]) -> list[dict[str, Any]]:
     """Rows of a round's phases with what their compiler says; times are of all layers, the rest of one program."""
     said = {row["phase"]: row for row in rows if "phase" in row}
     found = []
-    for phase, part in _priced(work, layers).items():
+    for phase, part in work.items():
         if only and phase not in only:
             continue
         row, times = _row(phase, part), said.get(phase, {}).get("times", 1)
@@ -109,8 +94,9 @@ def show(found: dict[str, Any]) -> None:
         f"{found['context']}, {drafts}" + (f"; medians of {found['repeats']}" if found["attached"] else "")
     )
     rows = found["phases"]
-    used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    units = [unit for unit in SHOWN_UNITS if any(unit in row.get("units", ()) for row in rows)]
+    lines = [*rows, *(stage for row in rows for stage in row.get("stages", ()))]
+    used = [key for key in COLUMNS if any(line.get(key) is not None for line in lines)]
+    units = [unit for unit in SHOWN_UNITS if any(unit in line.get("units", ()) for line in lines)]
     table = Table(show_edge=False)
     table.add_column("phase", no_wrap=True)
     for name in [*(COLUMNS[key][0] for key in used), *units]:

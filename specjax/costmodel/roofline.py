@@ -5,7 +5,7 @@ compiled. Every part (matrices, attention, head) takes the greater of its two ti
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from specjax.costmodel.facts import Device
 from specjax.costmodel.shapes import BYTES, DrafterShape, ModelShape
@@ -76,7 +76,15 @@ class Setup:
         """`rows` rows times `parameters` parameters, read once."""
         return self.work(parameters * BYTES[self.dtype], 2 * parameters * rows)
 
-    def layers(self, layers: int, batch: float, rows: float, context: float, joined: int = 1) -> dict[str, Work]:
+    def layers(
+        self,
+        layers: int,
+        batch: float,
+        rows: float,
+        context: float,
+        joined: int = 1,
+        ops: Mapping[str, int] = LAYER_OPS,
+    ) -> dict[str, Work]:
         """Decoder layers for `rows` rows in all, each seeing `context` cached tokens, by phase.
 
         Args:
@@ -85,6 +93,7 @@ class Setup:
             rows: of all requests.
             context: tokens in the cache of a request.
             joined: model widths that queries, keys and values are made from.
+            ops: dependent kernels of each phase in a layer.
         """
         target = self.target
         cached = batch * context * target.kv_bytes(self.dtype, layers)
@@ -95,7 +104,7 @@ class Setup:
             "output": self.matrices(layers * target.output_parameters, rows),
             "mlp": self.matrices(layers * target.mlp_parameters, rows),
         }
-        found = {name: work + self.kernels(layers * LAYER_OPS[name]) for name, work in found.items()}
+        found = {name: work + self.kernels(layers * ops.get(name, 0)) for name, work in found.items()}
         if self.count > 1:  # two all-reduces a layer, in a ring: the rows are summed behind output and MLP
             size = rows * target.hidden * BYTES[self.dtype]
             ring = 2 * (self.count - 1) / self.count * size / self.device.interconnect + 2 * self.device.op
@@ -160,7 +169,13 @@ def fixed(setup: Setup) -> float:
 
 
 def round_phases(
-    setup: Setup, drafter: DrafterShape | None, shape: DraftShape, batch: float, rows: float, context: float
+    setup: Setup,
+    drafter: DrafterShape | None,
+    shape: DraftShape,
+    batch: float,
+    rows: float,
+    context: float,
+    fused: bool = False,
 ) -> dict[str, Work]:
     """A round by phase, in order; the times add up to `draft` + `verify` + `fixed`.
 
@@ -171,11 +186,16 @@ def round_phases(
         batch: requests.
         rows: of all requests in the pass.
         context: tokens in the cache of a request.
+        fused: the layers are one kernel, and one phase, `layers`; this is not what `verify` prices.
     """
+    verifying = verify_phases(setup, batch, rows, context)
+    if fused:
+        inside = setup.layers(setup.target.layers, batch, rows, context, ops={})
+        verifying = {"layers": total(inside.values()) + setup.kernels(1), "head": verifying["head"]}
     drafting = {} if drafter is None else {"draft": draft_work(setup, drafter, shape, batch, context)}
     return (
         drafting
-        | verify_phases(setup, batch, rows, context)
+        | verifying
         | {
             "accept": setup.sampling(setup.target.vocab, rows) + setup.kernels(ACCEPT_OPS),
             "commit": setup.kernels(COMMIT_OPS),
