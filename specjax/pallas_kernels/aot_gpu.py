@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding, use_abstract_mesh
 
 from specjax.pallas_kernels.aot import Job
 
@@ -166,7 +166,7 @@ def run(job: Job, chip: Chip) -> dict[str, Any]:
     row: dict[str, Any] = {"chip": chip.name, "job": job.name}
     started = time.perf_counter()
     abstract = AbstractDevice(device_kind=chip.kind, num_cores=chip.cores, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=abstract)):
+    with use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)):
         try:
             row |= _compile_nvidia(job, chip) if chip.platform == "cuda" else _compile_amd(job, chip)
         except NotImplementedError as declined:
