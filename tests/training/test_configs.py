@@ -21,5 +21,6 @@ def test_a_shipped_recipe_makes_a_small_drafter(path, target):
     assert recipe.drafter == path.stem
     assert recipe.target == "smollm2-135m"
     config = head_config(recipe, target, np.ones(target.vocab_size))
-    size = 2 * sum(int(np.prod(shape)) for shape in expected_tensors(config).values())
-    assert size < 11e6
+    # Of the candidate head, what is written: the full head times `lift` makes the other factor.
+    written = {name: shape for name, shape in expected_tensors(config).items() if name != "candidate_head.up.weight"}
+    assert 2 * sum(int(np.prod(shape)) for shape in written.values()) < 11e6
