@@ -111,7 +111,6 @@ def test_hybrid_sections(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{kind: hybrid}", "'drafter.model' is missing"),
         ("{kind: hybrid, model: ngram}", "unknown model 'ngram'; known kinds: draft_model, eagle3"),
         ("{kind: hybrid, model: mtp, lookup: mtp}", "unknown lookup 'mtp'; known kinds: ngram, suffix"),
         ("{kind: hybrid, model: {kind: eagle3, model: x, tpk: 2}}", "unknown key 'drafter.model.tpk'.*mean 'topk'"),

@@ -175,12 +175,13 @@ _Learned = Eagle3Config | PEagleConfig | MTPConfig | DFlashConfig | DSparkConfig
 class HybridConfig(DrafterConfig):
     """A copied branch grafted onto a model's drafts, in one tree of at most `rows` verify rows with the root.
 
-    `model` is a section, a kind or a path, as `drafter` itself; `lookup` is `ngram`, `suffix` or a section of these.
-    Without `rows` a model tree keeps its own number, and a model chain gets the branch's beside its own.
+    `model` is a section, a kind or a path, as `drafter` itself (by default EAGLE-3 as it comes with specjax); `lookup`
+    is `ngram`, `suffix` or a section of these. Without `rows` a model tree keeps its own number, and a model chain gets
+    the branch's beside its own.
     """
 
     kind: Literal["hybrid"] = "hybrid"
-    model: Annotated[DraftModelConfig | _Learned, Field(discriminator="kind")]
+    model: Annotated[DraftModelConfig | _Learned, Field(discriminator="kind")] = Eagle3Config()
     lookup: Annotated[GraftedNgramConfig | SuffixConfig, Field(discriminator="kind")] = GraftedNgramConfig()
     rows: int | None = Field(default=None, ge=2, le=MOST_DRAFTS + 1)
 

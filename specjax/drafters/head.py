@@ -21,6 +21,7 @@ from specjax.drafters.config import HeadConfig
 from specjax.sampling import SamplingState
 from specjax.targets.layers import project
 
+GROUP = 64  # columns of a group of `best_columns`
 GRAM_ROWS = 8192  # head rows that `svd_factors` widens to float64 at once
 
 
@@ -120,7 +121,7 @@ class Head:
     def _candidates(self, params: Any, rows: Float[Array, "N d"]) -> tuple[Array, Array]:
         """Exact logits of the candidates of each row, and their columns in ascending order."""
         preview = project(params["up"], project(params["down"], rows), out_dtype=jnp.float32)
-        columns = jnp.sort(jax.lax.top_k(preview, self.candidates)[1], axis=-1)
+        columns = jnp.sort(best_columns(preview, self.candidates), axis=-1)
         logits = jnp.einsum("nd,ncd->nc", rows, params["weight"][columns], preferred_element_type=jnp.float32)
         return logits, columns
 
@@ -227,6 +228,23 @@ def check_d2t(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab: int, 
             stacklevel=2,
         )
     return ids.astype(np.int32)
+
+
+def best_columns(scores: Float[Array, "N c"], count: int) -> Int[Array, "N k"]:
+    """The `count` best columns of each row, in no order.
+
+    They lie in the `count` groups of columns with the best maxima: a maximum of each group and two small selections
+    take a quarter of the time of one over a large vocabulary.
+    """
+    rows, columns = scores.shape
+    groups = -(-columns // GROUP)
+    if groups <= 2 * count:
+        return jax.lax.top_k(scores, count)[1]
+    padded = jnp.pad(scores, ((0, 0), (0, groups * GROUP - columns)), constant_values=-jnp.inf)
+    _, best = jax.lax.top_k(jnp.max(padded.reshape(rows, groups, GROUP), axis=-1), count)
+    few = (best[:, :, None] * GROUP + jnp.arange(GROUP)).reshape(rows, -1)
+    _, place = jax.lax.top_k(jnp.take_along_axis(padded, few, axis=1), count)
+    return jnp.take_along_axis(few, place, axis=1)
 
 
 def svd_factors(head: np.ndarray, rank: int) -> tuple[np.ndarray, np.ndarray]:

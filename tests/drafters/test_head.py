@@ -12,7 +12,7 @@ from support.heads import VOCAB, WIDTH, head_config, random_tensors
 
 from specjax import sampling
 from specjax.drafters import learned
-from specjax.drafters.head import Head, build_head, check_d2t, recall, svd_factors
+from specjax.drafters.head import Head, best_columns, build_head, check_d2t, recall, svd_factors
 
 OFFSETS = np.array([0, 1, 2, 4])  # target ids 0, 2, 4, 7
 
@@ -210,3 +210,11 @@ def test_bfloat16_logits_are_float32():
     )
     assert isinstance(head, Head)
     assert head.scores(params, jnp.ones((2, WIDTH), jnp.bfloat16)).logits.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(("columns", "count"), [(100, 8), (4000, 8), (4097, 16), (4096, 4)])
+def test_best_columns_are_those_of_a_sort(columns, count):
+    scores = np.random.default_rng(columns).permutation(3 * columns).reshape(3, columns).astype(np.float32)
+    scores[0, -count:] += 1e6  # all in the last, unfilled group
+    found = np.sort(best_columns(jnp.asarray(scores), count), axis=1)
+    np.testing.assert_array_equal(found, np.sort(np.argsort(-scores, axis=1)[:, :count], axis=1))
