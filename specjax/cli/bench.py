@@ -40,7 +40,7 @@ class Bench(flags.EngineFlags):
     drafters: Annotated[str, flags.text("KIND|PATH,...")] = "none,ngram,suffix"
     """What to compare. A drafter takes its options from the configuration if that is of its kind. `all` is n-gram,
     suffix, the drafters that come with specjax for the target, n-gram grafted on EAGLE-3 (hybrid), and a planned set of
-    n-gram and hybrid."""
+    n-gram by itself and grafted on EAGLE-3's chains."""
     max_tokens: Annotated[int, flags.text("N")] = 128
     """Most tokens of an answer."""
     repeats: Annotated[int, flags.text("R")] = 3
@@ -180,8 +180,8 @@ def _all(target: str) -> dict[str, DrafterConfig]:
     found = {name: config.drafter(name) for name in ("ngram", "suffix", *families)}
     members: list[Any] = ["ngram", *families]
     if "eagle3" in families:
-        grafted = {"kind": "hybrid", "model": "eagle3"}
-        found["hybrid"], members = config.drafter(grafted), ["ngram", grafted]
+        found["hybrid"] = config.drafter("hybrid")
+        members = ["ngram", {"kind": "hybrid", "model": {"kind": "eagle3", "topk": 1}}]
     return found | {"auto": config.drafter({"kind": "auto", "of": members})}
 
 

@@ -18,6 +18,7 @@ from specjax.draft import Draft, DraftShape
 from specjax.drafters.base import Context, Drafter, Features
 from specjax.drafters.block_drafter import BlockDrafter
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.recurrent import Recurrent
 
 RING = 64  # positions; a pass over so many rows in one layer costs about what a few drafted tokens do
@@ -223,6 +224,9 @@ def menu_of(members: Sequence[Drafter]) -> tuple[DraftShape, ...]:
                     dataclasses.replace(own, depth=depth, rows=min(own.rows, 1 + k + (depth - 1) * k * k, 4 * depth))
                     for depth in levels[1:]
                 ]
+        elif isinstance(member, Hybrid) and isinstance(member.model, Recurrent) and member.model.shape.is_chain:
+            left_out = [member.model.shape.depth - depth for depth in (1, 2, 3) if depth < member.model.shape.depth]
+            menu += [dataclasses.replace(own, rows=own.rows - fewer) for fewer in left_out]
         elif isinstance(member, BlockDrafter) and own.is_chain and own.depth > 4:  # a shorter block has fewer rows
             menu.append(DraftShape.chain(own.kind, own.depth // 2))
     return tuple(menu)

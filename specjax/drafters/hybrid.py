@@ -22,7 +22,8 @@ class Hybrid:
     The rows are shared out like this: the branch of `lookup` first, as far as it has found one (copied text is free to
     draft and, where enough of it matches, right more often than a small head), then the nodes of `model` in the order
     in which it lists them, which is best first, as many as fit. A model tree keeps its rows, so a match costs it its
-    worst nodes; a model chain and a branch both fit whole. Without a match the draft is the model's.
+    worst nodes; a model chain and a branch both fit whole. Without a match the draft is the model's. A shape with fewer
+    rows than the drafter's own is one with a shorter model chain (a model tree loses its worst nodes).
 
     `params` and `state` are `{"model": ..., "lookup": ...}`.
 
@@ -89,6 +90,8 @@ class Hybrid:
         drafts, memory = {}, {}
         for name, part in self._parts():
             own, depth = part.shape, min(part.shape.depth, shape.depth)
+            if name == "model" and own.is_chain:
+                depth = max(depth - (self.shape.rows - shape.rows), 1)
             rows = depth + 1 if own.is_chain else min(own.rows, shape.rows)
             own = dataclasses.replace(own, depth=depth, rows=rows)
             drafts[name], memory[name] = part.draft(params[name], state[name], context, own)

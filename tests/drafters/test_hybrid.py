@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import blocks, engines, laws, toy, trees
+from support import blocks, engines, heads, laws, toy, trees
 from support.scripted import ScriptedTree
 
 from specjax.draft import chain, tree
+from specjax.drafters import hybrid as hybrids
+from specjax.drafters import learned
 from specjax.drafters.draft_model import DraftModel
+from specjax.drafters.drafter_set import menu_of
 from specjax.drafters.hybrid import Hybrid, graft
 from specjax.drafters.ngram import NGram
 from specjax.drafters.suffix import Suffix
@@ -104,6 +107,35 @@ def test_rows():
     assert Hybrid(model=treed, lookup=lookup).taps == (0, 1)
     model = Hybrid(model=DraftModel(model=toy.tiny()[0], num_speculative_tokens=2), lookup=lookup).model
     assert model.newest == 7  # a round commits six copied drafts and a token of the target's
+
+
+def test_a_sets_menu_holds_shorter_chains_with_the_whole_branch(monkeypatch):
+    """The head is then run fewer times, and the copied branch is not cut."""
+    target, params = toy.tiny()
+    config = heads.head_config("eagle3", taps=(0, 1))
+    options = {"depth": 4, "branching": 1}
+    model, _ = learned.build(config, heads.random_tensors(config), target, params, jnp.float32, **options)
+    lookup = NGram(num_speculative_tokens=3)
+    menu = menu_of([Hybrid(model=model, lookup=lookup)])
+    assert [shape.rows for shape in menu] == [8, 5, 6, 7]
+
+    class Recorder:
+        taps, wants_hidden = (), False
+
+        def __init__(self, shape):
+            self.shape, self.asked = shape, []
+
+        def draft(self, params, state, context, shape):
+            self.asked.append(shape.depth)
+            return None, state
+
+    monkeypatch.setattr(hybrids, "graft", lambda *args: None)
+    parts = Recorder(model.shape), Recorder(lookup.shape)
+    recorded = Hybrid(model=parts[0], lookup=parts[1])
+    nothing = {"model": (), "lookup": ()}
+    for shape in menu:
+        recorded.draft(nothing, nothing, None, shape)
+    assert [part.asked for part in parts] == [[4, 1, 2, 3], [3, 3, 3, 3]]
 
 
 def test_refusals():
