@@ -20,6 +20,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 CHECKPOINTS = {
     "eagle3": "eagle3-specforge",
     "hybrid": "eagle3-specforge",
+    "auto": "eagle3-specforge",
     "peagle": "peagle-specforge",
     "mtp": "mtp-qwen",
     "dflash": "dflash-zlab",
@@ -42,7 +43,9 @@ def read(path: Path, folder: Path):
     if path.stem in CHECKPOINTS:
         sample = next(s for s in checkpoints.samples() if s.format == CHECKPOINTS[path.stem])
         written = str(sample.copy().write(folder / "head"))
-        part = values["drafter"]["model"] if path.stem == "hybrid" else values["drafter"]
+        part = values["drafter"]
+        part = part["of"][-1] if path.stem == "auto" else part
+        part = part["model"] if part["kind"] == "hybrid" else part
         part["model"] = written
     run = configs.make(values)
     return run.model_copy(update={"drafter": configs.without_probe(run.drafter) or run.drafter})
