@@ -38,9 +38,9 @@ def main() -> None:
             drafts = decision.budgets - 1
             accepted = np.minimum(rng.geometric(0.35, batch) - 1, np.minimum(drafts, decision.shape.depth))
             resumed = process_time()
-            planner.observe(decision, rows, 1000.0, seconds=decision.seconds, count=decision.rows, accepted=accepted)
-            if decision.shape.depth:
-                planner.learn(decision.shape, rows, live, accepted)
+            planner.observe(
+                decision, rows, 1000.0, seconds=decision.seconds, count=decision.rows, drafts=drafts, accepted=accepted
+            )
             observed = process_time()
             for name, spent in zip(times, (decided - began, fitted - decided, observed - resumed), strict=True):
                 times[name].append(spent * 1e6)

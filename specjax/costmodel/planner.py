@@ -22,12 +22,13 @@ from specjax.costmodel.tables import Table
 from specjax.costmodel.view import Choice, View
 from specjax.draft import PLAIN, DraftShape
 
-PURSE = 0.01  # share of the time that trials and shadow drafts may cost
+PURSE = 0.008  # share of the time that trials and shadow drafts may cost
+FARE, GAIN = 0.002, 0.1  # share of the time that drafts may cost that ride along, and of what such drafts have gained
 OPENING = 1.0  # plain rounds' worth of it to begin with
 EARLY, EARLY_ROUNDS = 0.02, 150  # more than that share at first, while the engine is ahead of plain decoding
 LONGEST = 8  # rounds of a trial
 DEBT = 0.02  # share of plain's tokens that may be missing before only sure gains are taken
-RIDE = 0.01  # plain rounds: a draft that costs no more may be made in each of them
+RIDE = 0.02  # plain rounds: a draft that costs no more may ride along with one
 NEGLIGIBLE = 0.01  # plain rounds: what costs less than this is as good as free
 EAGER, EVERY = 64, 4  # trials are thought of in each of the first rounds, then now and then: thinking costs too
 DOUBT = 0.7  # deviations of each depth at once: they are independent, so their sum deviates by less than theirs
@@ -50,6 +51,7 @@ class Decision:
             round turned out to be worth verifying.
         shadow: a shape to draft beside a plain round. The tokens that come anyway tell its acceptance; none of it is
             verified, unless its scores say that it should be (`Planner.fit`).
+        ride: the shadow was made because it costs next to nothing, and not to learn from it.
         runner_up: the next best shape, and its rate; for a trial the best one.
     """
 
@@ -61,6 +63,7 @@ class Decision:
     plain: float
     reason: str
     shadow: DraftShape | None = None
+    ride: bool = False
     runner_up: tuple[DraftShape, float] | None = None
 
     @property
@@ -78,6 +81,7 @@ class Planner:
         counts: total rows of the verify passes that have programs.
         batch: rows of the batch.
         explore: try what is uncertain; off for a plan on paper.
+        scored: drafts come with scores, so that cheap ones may ride along with plain rounds.
         ring: newest tokens of a request that a drafter can catch up on; older ones are dropped.
         acceptance: estimates to begin with; None begins at the priors.
     """
@@ -90,6 +94,7 @@ class Planner:
         batch: int,
         *,
         explore: bool = True,
+        scored: bool = False,
         ring: int = 64,
         acceptance: Acceptance | None = None,
     ):
@@ -98,7 +103,7 @@ class Planner:
         drafted = self.menu[1:]
         self.acceptance = Acceptance(drafted, batch) if acceptance is None else acceptance
         self.scores = ScoreMap(list(dict.fromkeys(s.kind for s in drafted)), len(TEMPERATURES) + 1)
-        self.explore, self.ring = explore, ring
+        self.explore, self.scored, self.ring = explore, scored, ring
         self.current = PLAIN
         self.rounds = 0
         self.switches: collections.deque = collections.deque(maxlen=HISTORY)
@@ -116,6 +121,7 @@ class Planner:
         self._layouts: dict[int, tuple[np.ndarray, ...]] = {}
         self._missed = dict.fromkeys({s.kind for s in drafted}, 0.0)
         self._purse: float | None = None
+        self._fares: float | None = None  # seconds that drafts may cost that ride along
         self._before: DraftShape | None = None  # the shape before a trial: the way back to it is paid for
         self._trying: tuple[int, int] | None = None  # a shape and a pass on trial, and the rounds left to them
         self._left = 0
@@ -152,8 +158,8 @@ class Planner:
             if trial is not None:
                 # What the trial loses against the shape that it keeps from running is known when the round is over.
                 second, choice, reason = (choice.index, choice.rate), trial, "trial"
-            elif choice.index == 0 and (ride := self._ride(view, quote)) is not None:
-                return self._decision(view, choice, plain, reason, second, shadow=ride)
+            elif self.scored and choice.index == 0 and (ride := self._ride(view, quote)) is not None:
+                return self._decision(view, choice, plain, reason, second, shadow=ride, ride=True)
         return self._decision(view, choice, plain, reason, second)
 
     def fit(
@@ -222,9 +228,10 @@ class Planner:
         *,
         seconds: float,
         count: int,
+        drafts: np.ndarray,
         accepted: np.ndarray,
     ) -> None:
-        """A round is over: its time and its tokens. What the drafts were worth is told to `learn`.
+        """A round is over. What the text says of its drafts, verified or not, is told to `learn`.
 
         Args:
             decision: what was decided for it, fitted.
@@ -232,7 +239,8 @@ class Planner:
             context: as given to `decide`.
             seconds: how long the whole round took.
             count: total rows of the pass that ran.
-            accepted: drafts of each request that were accepted.
+            drafts: nodes of each request that were verified, the root not counted.
+            accepted: of these, accepted.
         """
         quote = self.prices.quote(len(rows), context)
         index, place = self.menu.index(decision.shape), int(np.searchsorted(self.prices.counts, count))
@@ -244,6 +252,9 @@ class Planner:
         extra = self.extra(decision, len(rows), context)
         paid = max(seconds - extra, 0.1 * seconds)
         self.prices.observe(index, place, quote.draft[index] + quote.verify[place], paid)
+        # What a shape is worth is what comes of it as it is used: cut by its scores, down to nothing.
+        if decision.shape.depth or decision.ride:
+            self.acceptance.observe(decision.shadow or decision.shape, rows, drafts, accepted)
         for kind in self._missed:
             on = kind == decision.shape.kind or (decision.shadow is not None and kind == decision.shadow.kind)
             missed = self._missed[kind] + float(len(rows) + accepted.sum())
@@ -259,42 +270,39 @@ class Planner:
             lost = extra if decision.shadow is not None or self._before is not None else 0.0
             self._before = None
         self.spent += lost
+        if self._fares is not None:
+            gained = max(tokens / len(rows) * plain - seconds, 0.0) if decision.reason == "scores" else 0.0
+            self._fares = min(self._fares + FARE * seconds + GAIN * gained - lost * decision.ride, OPENING * plain)
         if self._trying is not None:
             self._left -= 1
             self._trying = self._trying if self._left > 0 else None
         if self._purse is not None:
             early = self.rounds < EARLY_ROUNDS and self._ahead > 0
-            self._purse = min(self._purse + (PURSE + EARLY * early) * seconds - lost, 10 * OPENING * plain)
+            fare = 0.0 if decision.ride else lost
+            self._purse = min(self._purse + (PURSE + EARLY * early) * seconds - fare, 10 * OPENING * plain)
         if decision.shape != self.current and decision.reason != "scores":
             self._lost = 0.0
             self.switches.append((self.rounds, self.current, decision.shape, decision.reason))
             self.current = decision.shape
 
-    def learn(
-        self,
-        shape: DraftShape,
-        rows: np.ndarray,
-        drafts: np.ndarray,
-        accepted: np.ndarray,
-        nodes: Nodes | None = None,
-        path: np.ndarray | None = None,
-    ) -> None:
+    def shadow(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
+        """What became of shadow drafts: how many of each request's drafts the text that followed agrees with."""
+        self.acceptance.observe(shape, rows, drafts, accepted)
+
+    def learn(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray, nodes: Nodes, path: np.ndarray) -> None:
         """The text after some drafts is known, whether they were verified or not.
 
-        What a pass verifies is chosen by the scores, so what it accepts says little about the drafts that were left
-        out; the text judges all of them.
+        What a pass verifies is chosen by the scores, so what it accepts says nothing of the scores that it left out;
+        the text judges all of them.
 
         Args:
             shape: what was drafted.
             rows: batch rows of the requests.
             drafts: drafted nodes of each, the root not counted.
-            accepted: depth to which each draft has the text's tokens.
             nodes: the drafts.
             path: which of their nodes the text goes along, roots included.
         """
-        self.acceptance.observe(shape, rows, drafts, accepted)
-        if nodes is not None and path is not None:
-            self.scores.observe(shape.kind, self.acceptance.heat(rows), nodes, 1 + drafts, path)
+        self.scores.observe(shape.kind, self.acceptance.heat(rows), nodes, 1 + drafts, path)
 
     def report(self) -> dict[str, Any]:
         """Predicted against actual, over the newest rounds; calibration of acceptance; changes of shape.
@@ -442,12 +450,12 @@ class Planner:
 
     def _ride(self, view: View, quote: Quote) -> DraftShape | None:
         """A shape so cheap to draft that a plain round takes it along: its scores may make it worth verifying."""
-        if self._purse is None or self._purse <= 0:
-            return None
+        if self._fares is None:
+            self._fares = OPENING * float(view.seconds[0, quote.least])
         found, best = None, 0.0
         for index in range(1, len(self.menu)):
             cost = self._shadow_cost(self.menu[index], quote)
-            if cost <= min(RIDE * view.seconds[0, quote.least], self._purse) and view.whole[index] > best:
+            if cost <= min(RIDE * view.seconds[0, quote.least], self._fares) and view.whole[index] > best:
                 found, best = self.menu[index], float(view.whole[index])
         return found
 
@@ -465,6 +473,7 @@ class Planner:
         reason: str,
         second: tuple[int, float] | None,
         shadow: DraftShape | None = None,
+        ride: bool = False,
     ) -> Decision:
         shape = self.menu[choice.index]
         total = int(self.prices.counts[choice.place])
@@ -481,6 +490,7 @@ class Planner:
             plain=plain,
             reason=reason,
             shadow=shadow,
+            ride=ride,
             runner_up=None if second is None else (self.menu[second[0]], second[1]),
         )
 

@@ -14,7 +14,7 @@ from specjax.costmodel import menu as menus
 from specjax.costmodel.planner import Planner
 from specjax.costmodel.priors import PRIORS, SIBLING, Prior, outline
 from specjax.costmodel.tables import Table
-from specjax.draft import PLAIN, DraftShape
+from specjax.draft import DraftShape
 
 Clock = Callable[[DraftShape, int, int, float], float]  # shape, requests, rows, context -> seconds
 
@@ -148,13 +148,14 @@ def _planned(
     decision = planner.decide(rows, context)
     live = world.proposals(decision.shape, rows)
     decision = planner.fit(decision, rows, live, context)
-    accepted = world.accept(decision.shape, rows, np.minimum(live, decision.budgets - 1))
+    drafts = np.minimum(live, decision.budgets - 1)
+    accepted = world.accept(decision.shape, rows, drafts)
     seconds = time(decision.shape, len(rows), decision.rows, context) + planner.extra(decision, len(rows), context)
     seconds *= jitter
-    planner.observe(decision, rows, context, seconds=seconds, count=decision.rows, accepted=accepted)
-    for shape in {decision.shape, decision.shadow} - {None, PLAIN}:
-        shown = world.proposals(shape, rows)
-        planner.learn(shape, rows, shown, world.agree(shape, rows, shown))
+    planner.observe(decision, rows, context, seconds=seconds, count=decision.rows, drafts=drafts, accepted=accepted)
+    if decision.shadow is not None:
+        shown = world.proposals(decision.shadow, rows)
+        planner.shadow(decision.shadow, rows, shown, world.agree(decision.shadow, rows, shown))
     return decision.shape, accepted, seconds
 
 

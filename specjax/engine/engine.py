@@ -338,7 +338,7 @@ class Engine:
         if self.config.device_rounds > 1:
             raise ValueError("device_rounds must be 1 with a set of drafters: the host chooses between rounds")
         counts = sorted({width.count for width in self.programs.widths})
-        planner = Planner(self._table, self.drafter.menu, counts, self.config.batch)
+        planner = Planner(self._table, self.drafter.menu, counts, self.config.batch, scored=True)
         return Pilot(planner, self.drafter, self.programs)
 
     def _piloted(self, pilot: Pilot) -> list[tuple[int, Chunk]]:

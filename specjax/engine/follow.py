@@ -44,10 +44,20 @@ class Followed:
         live: nodes of each, the root included.
         tokens: of the nodes `[row, node]`.
         nodes: their scores and parents.
+        shadow: they were made to learn from.
     """
 
-    def __init__(self, shape: DraftShape, rows: np.ndarray, live: np.ndarray, tokens: np.ndarray, nodes: Nodes):
-        self.shape, self.rows, self.live, self.nodes = shape, rows, np.maximum(live, 1), nodes
+    def __init__(
+        self,
+        shape: DraftShape,
+        rows: np.ndarray,
+        live: np.ndarray,
+        tokens: np.ndarray,
+        nodes: Nodes,
+        *,
+        shadow: bool = False,
+    ):
+        self.shape, self.rows, self.live, self.nodes, self.shadow = shape, rows, np.maximum(live, 1), nodes, shadow
         drafted = np.arange(tokens.shape[1]) < self.live[:, None]
         self._tokens = np.where(drafted, tokens, -1)
         self._parents = np.where(drafted, nodes.parents, -2)

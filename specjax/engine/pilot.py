@@ -113,6 +113,7 @@ class Pilot:
             context,
             seconds=max(now - self._since - following.cost + standing.cost, 1e-6),
             count=width.count,
+            drafts=verified[rows] - 1,
             accepted=np.maximum(emitted.counts[rows] - 1, 0),
         )
         self._learn(emitted)
@@ -155,7 +156,8 @@ class Pilot:
         live = np.maximum(standing.live[rows], 1)
         tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
         nodes = Nodes(scores, parents)
-        self._followed.append(Followed(shape, rows, live, tokens, nodes))
+        shadow = decision.shadow is not None and not decision.ride
+        self._followed.append(Followed(shape, rows, live, tokens, nodes, shadow=shadow))
         decision = self.planner.fit(decision, rows, live - 1, context, nodes)
         verified[rows] = np.minimum(live, decision.budgets)
         return decision, verified
@@ -164,6 +166,8 @@ class Pilot:
         """What came out in this round, held against the drafts under way."""
         for followed in self._followed:
             followed.advance(emitted)
-            if (outcome := followed.outcome()) is not None:
-                self.planner.learn(**vars(outcome))
+            if (out := followed.outcome()) is not None:
+                self.planner.learn(out.shape, out.rows, out.drafts, out.nodes, out.path)
+                if followed.shadow:
+                    self.planner.shadow(out.shape, out.rows, out.drafts, out.accepted)
         self._followed = [followed for followed in self._followed if not followed.over]

@@ -10,6 +10,7 @@ from specjax.costmodel import menu
 from specjax.costmodel.acceptance import Acceptance
 from specjax.costmodel.planner import OPENING, PURSE, Planner
 from specjax.costmodel.priors import Prior
+from specjax.costmodel.scores import Nodes
 from specjax.costmodel.tables import Grid, Provenance, Table
 from specjax.draft import PLAIN, DraftShape
 
@@ -111,13 +112,12 @@ def play(plan, accepted, rounds, *, slower=None, batch=3, shadow=None):
         quote = plan.prices.quote(batch, 500.0)
         seconds = quote.draft[index] + quote.verify[int(np.searchsorted(plan.prices.counts, decision.rows))]
         seconds = seconds * (slower or {}).get(decision.shape, 1.0) + plan.extra(decision, batch, 500.0)
-        took = np.minimum(np.minimum(accepted, decision.budgets - 1), decision.shape.depth)
-        plan.observe(decision, rows, 500.0, seconds=seconds, count=decision.rows, accepted=took)
-        if decision.shape.depth:
-            plan.learn(decision.shape, rows, live, np.full(batch, min(accepted, decision.shape.depth)))
+        drafts = decision.budgets - 1
+        took = np.minimum(np.minimum(accepted, drafts), decision.shape.depth)
+        plan.observe(decision, rows, 500.0, seconds=seconds, count=decision.rows, drafts=drafts, accepted=took)
         if decision.shadow is not None and shadow is not None:
             drafts = np.full(batch, decision.shadow.rows - 1)
-            plan.learn(decision.shadow, rows, drafts, np.full(batch, min(shadow, decision.shadow.depth)))
+            plan.shadow(decision.shadow, rows, drafts, np.full(batch, min(shadow, decision.shadow.depth)))
         made.append(decision)
     return made
 
@@ -240,3 +240,74 @@ def test_fit_runs_a_plain_pass_when_nothing_was_proposed():
     fitted = plan.fit(decision, np.arange(3), np.array([2, 0, 0]), 500.0)
     assert fitted.budgets.tolist()[1:] == [1, 1]
     assert fitted.budgets[0] <= 3
+
+
+def promised(chance: float, batch: int = 3, depth: int = 3) -> Nodes:
+    """Chains whose every node was given one chance."""
+    scores = np.tile(np.arange(depth + 1) * np.log(chance), (batch, 1))
+    return Nodes(scores, np.tile(np.arange(-1, depth), (batch, 1)))
+
+
+def riding(draft: float = 0.005, row: float = 0.2):
+    """A planner in which an average n-gram draft does not pay, and a plain round of it with a draft beside."""
+    chain = DraftShape.chain("ngram", 3)
+    plan = Planner(flat(draft, row), (chain,), (3, 6, 12), 3, scored=True)
+    for _ in range(60):
+        plan.acceptance.observe(chain, np.arange(3), np.full(3, 3), np.zeros(3, int))
+    for _ in range(200):  # whatever was to be tried has been tried
+        decision = plan.decide(np.arange(3), 500.0)
+        if decision.ride:
+            return plan, decision
+        plan.observe(
+            decision,
+            np.arange(3),
+            500.0,
+            seconds=decision.seconds,
+            count=decision.rows,
+            drafts=np.zeros(3, int),
+            accepted=np.zeros(3, int),
+        )
+    raise AssertionError("never rides")
+
+
+def test_a_draft_that_rides_along_is_verified_if_its_scores_promise_enough():
+    plan, decision = riding()
+    assert decision.shape == PLAIN
+    assert decision.shadow == DraftShape.chain("ngram", 3)
+    rows, live = np.arange(3), np.full(3, 3)
+    kept = plan.fit(decision, rows, live, 500.0, promised(0.05))
+    assert (kept.shape, kept.shadow, kept.rows) == (PLAIN, decision.shadow, 3)
+    taken = plan.fit(decision, rows, live, 500.0, promised(0.95))
+    assert (taken.shape, taken.shadow, taken.reason) == (decision.shadow, None, "scores")
+    assert taken.rows > 3
+    assert taken.rate > decision.rate
+    one = promised(0.05)
+    one.scores[1] = promised(0.99).scores[1]
+    assert plan.fit(decision, rows, live, 500.0, one).budgets.tolist()[::2] == [1, 1]
+
+
+def test_what_came_of_a_score_outweighs_it():
+    plan, decision = riding()
+    rows, live, nodes = np.arange(3), np.full(3, 3), promised(0.9)
+    for _ in range(100):
+        plan.learn(decision.shadow, rows, live, nodes, np.tile([True, False, False, False], (3, 1)))
+    assert plan.fit(decision, rows, live, 500.0, nodes).shape == PLAIN
+
+
+def test_fares_run_out():
+    """Rides that gain nothing cost 0.2 % of the time once the first money is spent, so most rounds have none."""
+    plan, decision = riding(draft=0.02)
+    rides = 0
+    for number in range(2000):
+        decision = plan.decide(np.arange(3), 500.0)
+        seconds = decision.seconds + plan.extra(decision, 3, 500.0)
+        nothing = np.zeros(3, int)
+        plan.observe(decision, np.arange(3), 500.0, seconds=seconds, count=3, drafts=nothing, accepted=nothing)
+        rides += decision.ride and number >= 500
+    assert 0 < rides < 0.25 * 1500
+
+
+def test_nothing_rides_without_scores():
+    plan, _ = riding()
+    plan.scored = False
+    assert not any(plan.decide(np.arange(3), 500.0).ride for _ in range(20))
