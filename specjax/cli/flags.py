@@ -4,6 +4,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -56,6 +57,12 @@ class EngineFlags(CommonFlags):
 
     def run_config(self, drafter: str | dict[str, Any] | None = None) -> RunConfig:
         """The configuration of these flags and a drafter; the file yields to flags, flags to --set."""
+        if isinstance(drafter, str) and (Path(drafter).expanduser() / "config.json").is_file():
+            from specjax.engine.drafter import kind_of
+
+            # A learned drafter is named by its kind, so that its options can be set.
+            kind = kind_of(Path(drafter).expanduser(), self.target or "")
+            drafter = drafter if kind is None else {"kind": kind, "model": drafter}
         flags = {"target": self.target, "dtype": self.dtype, "batch": self.batch, "kernels": self.kernels}
         flags |= {"decode_step": self.decode_step, "drafter": drafter}
         given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]

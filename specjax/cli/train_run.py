@@ -130,6 +130,8 @@ class Eval(flags.CommonFlags):
         from specjax.training.packing import pack
 
         recipe = saved_recipe(self.folder)
+        if not any((Path(self.folder) / "checkpoints").glob("[0-9]*")):
+            raise ValueError(f"{self.folder} holds no checkpoint yet: `specjax train run ... --resume` goes on with it")
         trainer, corpus = load(recipe, self.corpus, self.folder, resume=True)
         held = pack(corpus.split(recipe.held_out, recipe.seed)[1], recipe.length)
         held = held.some(self.rows)

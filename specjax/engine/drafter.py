@@ -56,16 +56,26 @@ def _recognised(chosen: DrafterConfig, target: str) -> DrafterConfig:
     if not isinstance(chosen, DraftModelConfig):
         return chosen
     folder = Path(chosen.model).expanduser()
-    if not (folder / "config.json").is_file():
+    kind = kind_of(folder, target) if (folder / "config.json").is_file() else None
+    if kind is None:
         return chosen
+    given = {name: getattr(chosen, name) for name in chosen.model_fields_set}
+    return configs.drafter(given | {"kind": kind})
+
+
+def kind_of(folder: Path, target: str) -> str | None:
+    """The kind of the learned drafter that a folder holds; None for a whole model that is not `target` itself.
+
+    Raises:
+        ValueError: a drafter of a kind that is not supported, or files that cannot be read.
+    """
     opened = open_folder(folder)
     format = detect(opened)
     if format is None or (format in mtp.FORMATS and folder.resolve() != Path(target).expanduser().resolve()):
-        return chosen
+        return None
     family = opened.config.get("speculators_model_type") if format.startswith("speculators") else None
     family = family or next(f for f in ("dflash", "dspark", "eagle3", "peagle", "mtp", "ubtree") if f in format)
-    given = {name: getattr(chosen, name) for name in chosen.model_fields_set}
-    return configs.drafter(given | {"kind": _KINDS.get(family, family)})
+    return _KINDS.get(family, family)
 
 
 def check_files(config: RunConfig) -> None:
@@ -154,8 +164,8 @@ def _folder(chosen: LearnedConfig, target: str) -> Path:
     found = shipped(target)
     if chosen.kind in found:
         return found[chosen.kind]
-    if chosen.kind == "mtp":
-        return resolve(target).path
+    if chosen.kind == "mtp" and (own := resolve(target).path).is_dir():
+        return own
     there = f"those that do: {', '.join(found)}" if found else "none does"
     raise configs.ConfigError(
         f"drafter '{chosen.kind}' needs `model`, the folder or hub id of its weights: no {chosen.kind} comes with "

@@ -277,7 +277,7 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(about, indent=2) + "\n")
             return
-        if not resume:
+        if not resume and self._manager.steps():
             raise ValueError(f"{self.out} holds a run already: resume it, or name another folder")
         found = json.loads(path.read_text())
         there = restore(found["recipe"]).model_dump(mode="json")

@@ -5,6 +5,7 @@ import json
 import sys
 
 import pytest
+from support import checkpoints
 
 from specjax.cli.main import main
 
@@ -121,3 +122,11 @@ def test_refused_before_anything_loads(argv, words, engines, capsys):
     assert main(["generate", *argv]) == 2
     out, err = capsys.readouterr()
     assert (out, words in err, engines.made) == ("", True, [])
+
+
+def test_a_drafters_path_takes_its_own_options(engines, tmp_path):
+    sample = next(s for s in checkpoints.samples() if s.format == "eagle3-specforge")
+    head = sample.copy().write(tmp_path / "head")
+    assert main(["generate", "hi", "--drafter", str(head), "-o", "drafter.topk=2", "-o", "drafter.rows=6"]) == 0
+    drafter = engines.made[0].run.drafter
+    assert (drafter.kind, drafter.model, drafter.topk, drafter.rows) == ("eagle3", str(head), 2, 6)

@@ -77,6 +77,21 @@ def load_drafter(path: str | Path, target: DecoderConfig) -> LoadedDrafter:
     return LoadedDrafter(config=config, tensors=_tensors(folder, config, file_names), format=format, notes=tuple(notes))
 
 
+def _candidate_head(said: Any, width: int, tokens: int) -> tuple[dict[str, int], list[str]]:
+    """The fields of a candidate head `{"rank": ..., "candidates": ...}`, and what is wrong with it."""
+    if said is None:
+        return {}, []
+    if not isinstance(said, dict) or not set(said) <= {"rank", "candidates"} or "rank" not in said:
+        return {}, [f'candidate_head is {said!r}, expected {{"rank": N, "candidates": N}}']
+    most = {"rank": width, "candidates": tokens}
+    wrong = [
+        f"candidate_head.{name} is {value!r}, expected 1..{most[name]}"
+        for name, value in said.items()
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most[name]
+    ]
+    return ({} if wrong else {f"head_{name}": value for name, value in said.items()}), wrong
+
+
 def interpret(
     folder: Folder, target: DecoderConfig, format: str
 ) -> tuple[HeadConfig | None, dict[str, str], list[str], list[str]]:
@@ -88,20 +103,19 @@ def interpret(
     owns = {"own_embedding": "embed_tokens.weight" in has, "own_head": "lm_head.weight" in has}
     vocab, drafts = reading.values["vocab_size"], reading.values["draft_vocab_size"]
     tied = folder.config.get("tie_word_embeddings") and owns["own_embedding"] and drafts == vocab
-    low_rank = folder.config.get("candidate_head") or {}
+    low_rank, wrong = _candidate_head(folder.config.get("candidate_head"), reading.values["hidden_size"], drafts)
     config = HeadConfig(
         **reading.values,
         own_embedding=owns["own_embedding"],
         own_head=bool(owns["own_head"] or tied),
-        head_rank=low_rank.get("rank", 0),
-        **({"head_candidates": low_rank["candidates"]} if "candidates" in low_rank else {}),
+        **low_rank,
     )
     notes = list(reading.notes)
     if folder.config.get("auto_map"):
         notes.append("auto_map names Python code in the checkpoint; it is not executed")
     # An identity map that some exporters write beside a full vocabulary is no tensor of the drafter.
     names = {name: ours for name, ours in reading.names.items() if ours != "d2t" or drafts != vocab}
-    problems = [*reading.problems, *config.rope.problems(), *description_problems(config, target)]
+    problems = [*reading.problems, *wrong, *config.rope.problems(), *description_problems(config, target)]
     problems += tensor_problems(config, names, folder.shapes)
     problems += [
         f"{name} is stored as {folder.dtypes[name]}; supported are {', '.join(FLOATS)}"

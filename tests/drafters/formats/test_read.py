@@ -338,3 +338,29 @@ def test_config_that_is_no_json(tmp_path):
 
 def test_draft_vocabulary_constants():
     assert TARGET.num_layers == L and checkpoints.T2D.sum() == DRAFT_V
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("yes", "candidate_head is 'yes', expected"),
+        ({"candidates": 8}, "candidate_head is {'candidates': 8}, expected"),
+        ({"rank": 4, "width": 2}, "candidate_head is .*width"),
+        ({"rank": 0}, rf"candidate_head.rank is 0, expected 1..{D}"),
+        ({"rank": D + 1}, f"candidate_head.rank is {D + 1}"),
+        ({"rank": "4"}, "candidate_head.rank is '4'"),
+        ({"rank": 4, "candidates": V + 1}, f"candidate_head.candidates is {V + 1}, expected 1..{V}"),
+    ],
+)
+def test_a_candidate_head_is_described_as_it_can_be(said, words, tmp_path):
+    s = sample("mtp-qwen")
+    s.config["candidate_head"] = said
+    with pytest.raises(DrafterError, match=words):
+        load_drafter(s.write(tmp_path / "head"), TARGET)
+
+
+def test_a_candidate_head_is_read(tmp_path):
+    s = sample("mtp-qwen")
+    s.config["candidate_head"] = {"rank": 4, "candidates": 9}
+    config = load_drafter(s.write(tmp_path / "head"), TARGET).config
+    assert (config.head_rank, config.head_candidates) == (4, 9)
