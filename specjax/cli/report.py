@@ -243,7 +243,7 @@ def write_plot(found: dict[str, Any], path: Path) -> None:
 
     drafters = found["drafters"]
     categories = list(drafters[0]["by_category"])
-    figure = Figure(figsize=(2 + 1.6 * len(categories), 6), layout="constrained")
+    figure = Figure(figsize=(3.5 + 1.6 * len(categories), 6), layout="constrained")
     titles = (("acceptance_length", "acceptance length (tokens a round)"), ("ratio_to_plain", "speed, ratio to plain"))
     for axes, (key, title) in zip(figure.subplots(2, 1, sharex=True), titles, strict=True):
         width = 0.8 / len(drafters)
@@ -254,7 +254,7 @@ def write_plot(found: dict[str, Any], path: Path) -> None:
         axes.axhline(1.0, color="0.5", linewidth=0.8)
         axes.set_ylabel(title)
         axes.set_xticks(range(len(categories)), categories)
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
     machine, settings = found["machine"], found["settings"]
     figure.suptitle(
         f"{settings['target']}, {machine['dtype']}, {machine['device']}, batch {settings['batch']}", fontsize=10
