@@ -156,9 +156,10 @@ class Pilot:
         live = np.maximum(standing.live[rows], 1)
         tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
         nodes = Nodes(scores, parents)
+        decision = self.planner.fit(decision, rows, live - 1, context, nodes)
+        # One that is verified after all is judged by what the pass accepts, and must not count twice.
         shadow = decision.shadow is not None and not decision.ride
         self._followed.append(Followed(shape, rows, live, tokens, nodes, shadow=shadow))
-        decision = self.planner.fit(decision, rows, live - 1, context, nodes)
         verified[rows] = np.minimum(live, decision.budgets)
         return decision, verified
 

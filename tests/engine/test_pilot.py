@@ -205,6 +205,8 @@ def test_a_shadow_that_its_scores_recommend_is_verified(engine):
     result = engine.generate(PROMPTS[0], params)
     assert result.token_ids == engines.solo(PROMPTS[0], params).token_ids
     assert sum(accepted[0] for *_, accepted in planner.seen) == result.spec.accepted > 0
+    assert planner.learned
+    assert not planner.shadows  # the pass has judged them already
 
 
 def test_refusals(drafters):
