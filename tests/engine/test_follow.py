@@ -36,6 +36,7 @@ def emitted(said):
         ([5, 6, 1, 1], 2, [0, 2, 3]),
         ([4, 6, 7, 1], 1, [0, 1]),
         ([1, 5, 6, 7], 0, [0]),
+        ([5, 7, 1, 1], 1, [0, 2]),  # a token of the draft, but a grandchild
         ([0, 5, 6, 7], 0, [0]),  # the padding's token
     ],
 )
