@@ -513,6 +513,18 @@ def test_rows_keep_to_themselves():
         np.testing.assert_array_equal(alone_y[0], y[row])
 
 
+def test_argmax_is_numpys():
+    """The lowest of equals; where something is NaN, the first NaN, and never an id outside the vocabulary."""
+    logits = np.random.default_rng(0).integers(-3, 3, (40, 257)).astype(np.float32)
+    logits[1:4, ::50] = np.nan
+    logits[4] = -np.inf
+    logits[5, 200] = np.inf
+    logits[6] = np.nan
+    got = jax.jit(sampling.argmax)(logits.reshape(8, 5, 257))
+    assert got.dtype == jnp.int32
+    np.testing.assert_array_equal(got.reshape(-1), logits.argmax(axis=-1))
+
+
 def test_padding_rows_do_not_switch_sampling_on():
     """Where all valid rows are greedy the argmax is taken, although a padding row samples."""
     state = batch_of(SamplingParams(), SamplingParams(temperature=1.0, seed=1), vocab_size=3)

@@ -126,7 +126,7 @@ class DraftModel:
         """Draft `index` of every request, and the distribution it was drawn from (None for argmax)."""
         logits = self.model.logits(params, hidden)
         if not self.sampled:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
+            return sampling.argmax(logits), None
         s = context.sampling
         q = sampling.draft_distribution(logits, s.temperature, s.top_k, s.top_p, s.min_p)
         # Keyed by the root, not by the drafted position: block verification looks past what it accepts, so a position

@@ -49,7 +49,7 @@ class Scores:
 
     def best(self) -> Int[Array, "*rows"]:
         """The target token of the largest logit; the first column on ties."""
-        return self.tokens(jnp.argmax(self.logits, axis=-1, keepdims=True).astype(jnp.int32))[..., 0]
+        return self.tokens(sampling.argmax(self.logits)[..., None])[..., 0]
 
     def sureness(self) -> Float[Array, "*rows"]:
         """The chance of the best token, among the columns."""

@@ -178,7 +178,7 @@ def draw(
     """
     left, columns = q, []
     for i in range(u.shape[-1]):
-        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        best = sampling.argmax(logits)
         column = jnp.where(jnp.any(left > 0, axis=-1), sampling.pick(left, u[..., i]), best)
         columns.append(column)
         taken = jnp.arange(q.shape[-1]) == column[..., None]

@@ -3,7 +3,7 @@
 A row never depends on its neighbours: its parameters, its counts and its random numbers are its own.
 """
 
-from specjax.sampling.distribution import Seen, choose, draft_distribution, logprobs, target_distribution
+from specjax.sampling.distribution import Seen, argmax, choose, draft_distribution, logprobs, target_distribution
 from specjax.sampling.draws import ACCEPT, DRAFT, SAMPLE, pick, sample, uniforms
 from specjax.sampling.params import MAX_BIAS, MAX_LOGPROBS, SamplingParams
 from specjax.sampling.state import SamplingState, neutral, row_values, set_row
@@ -17,6 +17,7 @@ __all__ = [
     "SamplingParams",
     "SamplingState",
     "Seen",
+    "argmax",
     "choose",
     "draft_distribution",
     "logprobs",

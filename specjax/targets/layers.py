@@ -9,7 +9,9 @@ from flax import nnx
 from specjax.array_types import Array, Float
 
 INIT_STD = 0.02
-MANY_ROWS = 128  # on a CPU, from so many on a product is as fast as any
+FEW_ROWS = 5  # float32 on a CPU: up to here a product is fastest unpadded
+MANY_ROWS = 32  # and beyond here as fast as written
+VECTOR = 16  # float32 numbers in the widest vector of a CPU (512 bits)
 
 
 class RMSNorm(nnx.Module):
@@ -52,17 +54,25 @@ def _project(weight: Array, x: Array, out_dtype) -> Array:
 
 
 def _project_cpu(weight: Array, x: Array, out_dtype) -> Array:
-    """As `weight @ x.T`: with the large operand on the left, a few rows cost hardly more than one; many do without.
+    """`x @ weight.T` by the product that XLA's CPU backend is fastest at, for this type and number of rows.
 
-    XLA would swap the operands back to get rid of the transposition, and then two float32 rows cost twice what one
-    does; the barrier keeps them. One bfloat16 row takes a scalar path, six times the time of two, so it is padded.
+    bfloat16: as written; but a single row would take a scalar path, fourteen times the time of two, so it gets company.
+    float32, few rows: as `weight @ x.T`, where two to five rows cost little more than one. From six on the same
+    product falls off its vector path unless the rows fill vectors, so they are padded (6 to 16 rows: one price).
+    XLA would swap the operands back to get rid of the transposition; the barriers keep them.
     """
-    if x.shape[0] >= MANY_ROWS:
+    rows = x.shape[0]
+    if x.dtype == jnp.bfloat16 and rows == 1:
+        return jax.lax.optimization_barrier(_project(weight, _pad(x, 2), out_dtype))[:1]
+    if x.dtype == jnp.bfloat16 or rows > MANY_ROWS:
         return _project(weight, x, out_dtype)
-    single = x.shape[0] == 1 and x.dtype == jnp.bfloat16
-    padded = jax.lax.optimization_barrier(jnp.pad(x, ((0, 1), (0, 0)))) if single else x
+    padded = x if rows <= FEW_ROWS else _pad(x, -(-rows // VECTOR) * VECTOR)
     y = jax.lax.dot_general(weight, padded, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
-    return jax.lax.optimization_barrier(y)[:, : x.shape[0]].T
+    return jax.lax.optimization_barrier(y)[:, :rows].T
+
+
+def _pad(x: Array, rows: int) -> Array:
+    return jax.lax.optimization_barrier(jnp.pad(x, ((0, rows - x.shape[0]), (0, 0))))
 
 
 def rotate(x: Float[Array, "N h f"], cos: Float[Array, "N f2"], sin: Float[Array, "N f2"]) -> Float[Array, "N h f"]:
