@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 from collections.abc import Callable, Generator
 from pathlib import Path
 from time import perf_counter
@@ -24,11 +25,14 @@ HELP = """Measure drafters against plain decoding.
   specjax bench --prompts mine.jsonl --drafters ngram --repeats 5 --json out.json --plot out.png
   specjax bench --prompts mine.jsonl --batch 8 --temperature 0.7
   specjax bench --prompts configs/prompts/heldout.jsonl --drafters all
+  specjax bench --prompts configs/prompts/classes.jsonl --drafters none,ngram,eagle3,auto --limit 4
 
 Engines share the target's weights and take turns, so that a drifting clock hits all alike. Compilation and prefill are
 not counted (with --batch above 1 prefill is: requests start while others decode). Medians over the repeats, with
-minimum and maximum; from three repeats on, the 95 % confidence interval of the mean ratio to plain. Exit code 1 if
-float32 tokens differ from plain's at temperature 0."""
+minimum and maximum; from three repeats on, the 95 % confidence interval of the mean ratio to plain. `auto` is also
+compared with the fixed drafter that was best in each category, in hindsight. Above temperature 0 every request has a
+seed, the same for all engines. --json is written after each repeat. Exit code 1 if float32 tokens differ from plain's
+at temperature 0."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -41,6 +45,8 @@ class Bench(flags.EngineFlags):
     """What to compare. A drafter takes its options from the configuration if that is of its kind. `all` is n-gram,
     suffix, the drafters that come with specjax for the target, n-gram grafted on EAGLE-3 (hybrid), and a planned set of
     n-gram by itself and grafted on EAGLE-3's chains."""
+    limit: Annotated[int | None, flags.text("N")] = None
+    """Take the first N conversations of each category only."""
     max_tokens: Annotated[int, flags.text("N")] = 128
     """Most tokens of an answer."""
     repeats: Annotated[int, flags.text("R")] = 3
@@ -61,16 +67,16 @@ class Bench(flags.EngineFlags):
 
         if self.repeats < 1:
             raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"--limit must be at least 1, got {self.limit}")
         self._check_outputs()
-        conversations = prompts.read(self.prompts)
+        conversations = _first(prompts.read(self.prompts), self.limit)
         params = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature)
         run, drafters = self.run_config(), self._drafters()
         plain = flags.load_engine(run.model_copy(update={"drafter": NoDrafter()}), quiet=False)
         engines = {name: plain if name == "none" else plain.with_drafter(d) for name, d in drafters.items()}
         about = plain.describe()
         machine = {**facts(), "dtype": about["dtype"], **ceiling(about["dtype"])}
-        with _progress() as tick:
-            samples = measure(engines, conversations, params, self.repeats, tick)
         settings = {
             "target": about["target"],
             "prompts": self.prompts,
@@ -81,7 +87,18 @@ class Bench(flags.EngineFlags):
             "context": run.context,
             "repeats": self.repeats,
         }
-        found = report.summarise(machine, settings, about, samples)
+        planned = [name for name, engine in engines.items() if engine.pilot is not None]
+
+        def figures(samples: report.Samples) -> dict[str, Any]:
+            done = len(samples["none"])
+            found = report.summarise(machine, settings | {"repeats": done}, about, samples, planned)
+            if self.json is not None:
+                report.write_json(found, Path(self.json))
+            return found
+
+        with _progress() as tick:
+            samples = measure(engines, conversations, params, self.repeats, tick, done=figures)
+        found = figures(samples)
         texts = [
             plain.encode(_first_prompt(next(c for c in conversations if c.category == name))) + sample.ids[0]
             for name, sample in samples["none"][0].items()
@@ -136,11 +153,20 @@ def measure(
     params: "SamplingParams",
     repeats: int,
     tick: Callable[[str, int], Any],
-) -> dict[str, list[dict[str, Sample]]]:
+    done: Callable[[report.Samples], Any] = lambda samples: None,
+) -> report.Samples:
     """Answer everything with every engine, `repeats` times; the order turns round each time.
 
     An engine forgets its earlier requests before each repeat: a drafter that learns from answers must not have seen
     the very ones that it is measured on.
+
+    Args:
+        engines: by name.
+        conversations: what to answer.
+        params: of every request; above temperature 0 each repeat gives each conversation a seed.
+        repeats: how often.
+        tick: called with what begins, and the number of such steps.
+        done: called with the samples so far after each repeat.
 
     Returns:
         By drafter, for each repeat, a sample of each category.
@@ -157,14 +183,29 @@ def measure(
             taken = {}
             for category, group in groups.items():
                 tick(f"{name}, {category}", total)
-                taken[category] = _sample(engines[name], group, params)
+                taken[category] = _sample(engines[name], group, params, repeat)
             samples[name].append(taken)
+        done(samples)
     return samples
 
 
-def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams") -> Sample:
+def _first(conversations: list[Conversation], limit: int | None) -> list[Conversation]:
+    """The first `limit` conversations of each category."""
+    taken: dict[str, int] = {}
+    kept = []
+    for conversation in conversations:
+        taken[conversation.category] = taken.get(conversation.category, 0) + 1
+        if limit is None or taken[conversation.category] <= limit:
+            kept.append(conversation)
+    return kept
+
+
+def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams", repeat: int) -> Sample:
+    seeds: list[int | None] = [None] * len(group)
+    if params.temperature > 0:
+        seeds = [repeat * 1_000_003 + conversation.line for conversation in group]
     about, started = engine.describe(), perf_counter()
-    answers = prompts.answer(engine, group, params)
+    answers = prompts.answer(engine, group, params, seeds=seeds)
     elapsed = perf_counter() - started
     results = [result for turns in answers for result in turns]
     if about["batch"] == 1:
@@ -204,10 +245,15 @@ def _candidate_head(engine: "Engine", texts: list[list[int]]) -> dict[str, Any] 
 
 @contextlib.contextmanager
 def _progress() -> Generator[Callable[[str, int], None]]:
-    """A progress bar on stderr, as a function of the step that begins and of the number of steps."""
+    """Progress on stderr, a bar or lines in a log: a function of the step that begins and of the number of steps."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        begun = itertools.count(1)
+        yield lambda step, total: flags.note(f"{next(begun)}/{total} {step}")
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task("measuring", total=None, completed=-1)
         yield lambda step, total: bar.update(task, description=step, total=total, advance=1)

@@ -58,7 +58,12 @@ def read(path: str | Path) -> list[Conversation]:
 
 
 def answer(
-    engine: "Engine", conversations: Sequence[Conversation], params: "SamplingParams", *, raw: bool = False
+    engine: "Engine",
+    conversations: Sequence[Conversation],
+    params: "SamplingParams",
+    *,
+    raw: bool = False,
+    seeds: Sequence[int | None] | None = None,
 ) -> list[list["Result"]]:
     """Decode every turn of every conversation, as many at a time as the engine's batch holds.
 
@@ -67,6 +72,7 @@ def answer(
         conversations: from `read`.
         params: of every request.
         raw: prompts go in as they are, without the chat template; only for a single turn.
+        seeds: one a conversation, in place of the one of `params`.
 
     Returns:
         For each conversation, the results of its turns.
@@ -75,6 +81,7 @@ def answer(
         ValueError: `raw` with several turns or with messages.
     """
     _check_raw(conversations, raw)
+    own = [params if seeds is None else dataclasses.replace(params, seed=seeds[i]) for i in range(len(conversations))]
     histories = [list(c.before) for c in conversations]
     results: list[list[Result]] = [[] for _ in conversations]
     for turn in range(max(len(c.turns) for c in conversations)):
@@ -82,7 +89,7 @@ def answer(
         for i in going:
             histories[i].append({"role": "user", "content": conversations[i].turns[turn]})
         prompts = [conversations[i].turns[turn] if raw else list(histories[i]) for i in going]
-        for i, result in zip(going, engine.generate(prompts, params, raw=raw), strict=True):
+        for i, result in zip(going, engine.generate(prompts, [own[i] for i in going], raw=raw), strict=True):
             results[i].append(result)
             histories[i].append({"role": "assistant", "content": result.text})
     return results

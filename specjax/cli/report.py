@@ -4,13 +4,15 @@ import dataclasses
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specjax.training.prompts import LoopWatch
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from specjax.engine.request import Result, SpecStats
 
 
@@ -79,7 +81,9 @@ class Sample:
 Samples = dict[str, list[dict[str, Sample]]]
 
 
-def summarise(machine: dict, settings: dict, about: dict[str, Any], samples: Samples) -> dict[str, Any]:
+def summarise(
+    machine: dict, settings: dict, about: dict[str, Any], samples: Samples, planned: Sequence[str] = ()
+) -> dict[str, Any]:
     """All figures of a bench, ready for JSON.
 
     Args:
@@ -87,6 +91,7 @@ def summarise(machine: dict, settings: dict, about: dict[str, Any], samples: Sam
         settings: what was asked for.
         about: `Engine.describe()` of the plain engine.
         samples: by drafter, for each repeat, by category; `none` among them.
+        planned: drafters that a planner chooses for; each is compared with the best of the others, too.
     """
     parameters = about["weights_bytes"] / (2 if about["dtype"] == "bfloat16" else 4)
     drafters = []
@@ -106,10 +111,27 @@ def summarise(machine: dict, settings: dict, about: dict[str, Any], samples: Sam
                 **_figures(whole, plain, parameters),
                 "answers": len(pairs),
                 "different_answers": sum(a != b for a, b in pairs),
+                "against_best_fixed": _against_best(name, samples, planned) if name in planned else None,
                 "by_category": by_category,
             }
         )
     return {"machine": machine, "settings": settings, "drafters": drafters}
+
+
+def _against_best(name: str, samples: Samples, planned: Sequence[str]) -> dict[str, Any]:
+    """By category, a planned drafter's speed over that of the fixed one with the best median, repeat by repeat."""
+    found = {}
+    for category in samples[name][0]:
+        speeds = {
+            other: [repeat[category].speed or 0.0 for repeat in repeats]
+            for other, repeats in samples.items()
+            if other not in planned
+        }
+        best = max(speeds, key=lambda other: statistics.median(speeds[other]))
+        own = [repeat[category].speed for repeat in samples[name]]
+        ratios = [mine / theirs for mine, theirs in zip(own, speeds[best], strict=True) if mine and theirs]
+        found[category] = {"best": best, **_spread("ratio", ratios), "ratio_interval": _interval(ratios)}
+    return found
 
 
 def _figures(mine: list[Sample], plain: list[Sample], parameters: float) -> dict[str, Any]:
@@ -227,8 +249,22 @@ def show(found: dict[str, Any]) -> None:
     console.print(table)
 
     for drafter in found["drafters"]:
+        if against := drafter["against_best_fixed"]:
+            console.print(_best_table(drafter["drafter"], against))
+    for drafter in found["drafters"]:
         if head := drafter["candidate_head"]:
             console.print(_candidate_head(drafter["drafter"], head))
+
+
+def _best_table(name: str, against: dict[str, Any]) -> "Table":
+    from rich.table import Table
+
+    table = Table("category", "best fixed, in hindsight", f"{name} over it", "95 %")
+    for category, one in against.items():
+        interval = one["ratio_interval"]
+        shown = "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+        table.add_row(category, one["best"], _range(one, "ratio", ".3f"), shown)
+    return table
 
 
 def write_json(found: dict[str, Any], path: Path) -> None:

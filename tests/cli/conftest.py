@@ -17,6 +17,8 @@ class FakeEngine:
     def __init__(self, run: RunConfig, accepts: int = 0, offset: int = 0):
         self.run, self.accepts, self.offset = run, accepts, offset
         self.asked: list = []
+        self.params_given: list = []
+        self.family = [self]  # and the engines that `with_drafter` made of it
         self.forgot = 0
         self.drafters: list = []
         self.pilot = FakePilot() if run is not None and run.drafter.kind == "auto" else None
@@ -25,7 +27,8 @@ class FakeEngine:
     def with_drafter(self, drafter, *, quiet=True, **overrides):
         self.drafters.append(drafter)
         accepts = {"ngram": 1, "suffix": 3}.get(drafter.kind, 0)
-        return FakeEngine(self.run.model_copy(update={"drafter": drafter}), accepts, self.offset)
+        self.family.append(FakeEngine(self.run.model_copy(update={"drafter": drafter}), accepts, self.offset))
+        return self.family[-1]
 
     def encode(self, prompt):
         return [ord(letter) for letter in prompt[-1]["content"]]
@@ -47,7 +50,9 @@ class FakeEngine:
 
     def generate(self, prompts, params=None, *, raw=False):
         self.asked.append(prompts)
-        return [self._result(prompt, params) for prompt in prompts]
+        each = list(params) if isinstance(params, list) else [params] * len(prompts)
+        self.params_given.append(each)
+        return [self._result(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
 
     def results(self, prompts, params=None, *, raw=False):
         yield from self.generate(prompts, params, raw=raw)
@@ -106,6 +111,10 @@ def engines(monkeypatch):
     class Loaded:
         offset: int = 0
         made: list = dataclasses.field(default_factory=list)
+
+        @property
+        def every(self):
+            return [engine for made in self.made for engine in made.family]
 
     loaded = Loaded()
 

@@ -65,6 +65,53 @@ def test_figures(prompt_set, engines, capsys):
     assert "as plain's" in out
 
 
+def test_the_planner_is_compared_with_the_best_of_the_others(prompt_set, engines, capsys):
+    """The fake set accepts nothing; suffix, with three drafts a round, is the best where answers are long."""
+    _, found = run(prompt_set, "--drafters", "none,ngram,suffix,auto", "--repeats", "3")
+    plain, _, suffix, auto = found["drafters"]
+    assert plain["against_best_fixed"] is None
+    long = auto["against_best_fixed"]["long"]
+    assert long["best"] == "suffix"
+    assert long["ratio"] == pytest.approx(1 / suffix["by_category"]["long"]["ratio_to_plain"])
+    assert long["ratio_interval"] == pytest.approx([long["ratio"]] * 2)
+    assert "best fixed, in hindsight" in capsys.readouterr().out
+
+
+def test_limit_takes_the_first_of_each_category(prompt_set, engines):
+    more = prompt_set.read_text() + "\n" + json.dumps({"category": "short", "turns": ["say nothing"]})
+    prompt_set.write_text(more)
+    _, found = run(prompt_set, "--limit", "1", "--repeats", "1", "--drafters", "none")
+    assert found["settings"]["conversations"] == 2
+    assert not any("nothing" in str(prompt) for prompt in engines.made[0].asked)
+
+
+def test_seeds_are_each_conversations_own_and_the_same_for_all_engines(prompt_set, engines):
+    run(prompt_set, "--temperature", "0.8", "--repeats", "2", "--drafters", "none,ngram")
+    plain, ngram = ([p.seed for params in e.params_given[1:] for p in params] for e in engines.every)
+    assert plain[:3] == [1, 2, 2]  # a request of line 1, two turns of line 2
+    assert sorted(plain) == sorted(ngram)
+    assert len(set(plain)) == 4
+    run(prompt_set, "--repeats", "1", "--drafters", "none")
+    assert {p.seed for params in engines.every[-1].params_given[1:] for p in params} == {None}
+
+
+def test_figures_are_written_after_each_repeat(prompt_set, engines, monkeypatch):
+    out, seen = prompt_set.with_name("out.json"), []
+    write = report.write_json
+    monkeypatch.setattr(report, "write_json", lambda found, path: (seen.append(found), write(found, path)))
+    run(prompt_set, "--repeats", "2", "--drafters", "none")
+    assert [found["settings"]["repeats"] for found in seen[:2]] == [1, 2]
+    assert json.loads(out.read_text()) == json.loads(json.dumps(seen[-1]))
+
+
+def test_steps_are_lines_where_there_is_no_terminal(prompt_set, engines, capsys):
+    run(prompt_set, "--repeats", "1", "--drafters", "none")
+    assert [line for line in capsys.readouterr().err.splitlines() if "none, " in line] == [
+        "1/2 none, short",
+        "2/2 none, long",
+    ]
+
+
 def test_answers_count_alike_and_those_that_loop_apart(prompt_set, engines, capsys):
     _, found = run(prompt_set, "--repeats", "3")
     plain, ngram, _ = found["drafters"]
@@ -191,6 +238,7 @@ def test_plot(prompt_set, engines):
     ("argv", "words"),
     [
         (["--repeats", "0"], "--repeats must be at least 1"),
+        (["--limit", "0"], "--limit must be at least 1"),
         (["--json", "nowhere/out.json"], "its folder does not exist"),
         (["--drafters", "ngram,ngram"], "names one twice"),
         (["--drafters", "ngrm"], "did you mean 'ngram'"),
