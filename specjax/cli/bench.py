@@ -41,8 +41,9 @@ class Bench(flags.EngineFlags):
 
     prompts: Annotated[str, flags.text("FILE.jsonl")]
     """A line a conversation: {"turns": [...], "category": "..."} or {"messages": [...]}."""
-    drafters: Annotated[str, flags.text("KIND|PATH,...")] = "none,ngram,suffix"
-    """What to compare. A drafter takes its options from the configuration if that is of its kind. `all` is n-gram,
+    drafters: Annotated[str, flags.text("KIND|PATH|FILE.yaml,...")] = "none,ngram,suffix"
+    """What to compare. A drafter takes its options from the configuration if that is of its kind, or from the drafter
+    section of a configuration of its own (FILE.yaml, reported by the file's name). `all` is n-gram,
     suffix, the drafters that come with specjax for the target, n-gram grafted on EAGLE-3 (hybrid), and a planned set of
     n-gram by itself and grafted on EAGLE-3's chains."""
     limit: Annotated[int | None, flags.text("N")] = None
@@ -132,6 +133,8 @@ class Bench(flags.EngineFlags):
         for name in names:
             if name == "all":
                 wanted |= _all(run.target)
+            elif name.endswith((".yaml", ".yml")):
+                wanted[Path(name).stem if Path(name).stem not in wanted else name] = config.load(name).drafter
             elif name != "none":
                 wanted[name] = own if name == own.kind else config.drafter(name)
         if self.no_probe:

@@ -153,6 +153,13 @@ def test_all_means_what_comes_with_the_target(prompt_set, engines, tmp_path, mon
     assert [one.kind for one in sections[-1].of] == ["ngram", "hybrid"]
 
 
+def test_a_drafter_from_a_file(prompt_set, engines, tmp_path):
+    (tmp_path / "short.yaml").write_text("drafter: {kind: ngram, num_speculative_tokens: 2}")
+    _, found = run(prompt_set, "--drafters", f"ngram,{tmp_path}/short.yaml", "--repeats", "1")
+    assert [d["drafter"] for d in found["drafters"]] == ["none", "ngram", "short"]
+    assert [d.num_speculative_tokens for d in engines.made[0].drafters] == [5, 2]
+
+
 def test_no_probe(prompt_set, engines, capsys):
     code, _ = run(prompt_set, "--drafters", "ngram,./head,mtp", "--no-probe", "--repeats", "1")
     assert code == 0
@@ -242,6 +249,7 @@ def test_plot(prompt_set, engines):
         (["--json", "nowhere/out.json"], "its folder does not exist"),
         (["--drafters", "ngram,ngram"], "names one twice"),
         (["--drafters", "ngrm"], "did you mean 'ngram'"),
+        (["--drafters", "nowhere.yaml"], "cannot read nowhere.yaml"),
     ],
 )
 def test_refused_before_anything_loads(argv, words, prompt_set, engines, capsys):
