@@ -1,15 +1,13 @@
 """The menu as it looks before a round: what each shape is expected to commit, and in what time."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from specjax.costmodel import allocate
+from specjax.costmodel.forest import Forest, reached
 from specjax.costmodel.prices import Quote
-
-if TYPE_CHECKING:
-    from specjax.costmodel.planner import Planner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,35 +25,51 @@ class Choice:
 
 
 class View:
-    """Expected rates of the menu for one round, under some seconds `[shape, pass]` and chances by depth."""
+    """Expected rates of the menu for one round.
+
+    Args:
+        forest: the menu's trees.
+        counts: total rows of the passes.
+        rows: batch rows of the requests.
+        quote: prices.
+        seconds: of every shape with every pass, `[shape, pass]`.
+        proposing: chance that a drafter proposes anything, `[curve, request]`.
+        rates: acceptance of each depth given the one above, `[depth, curve, request]`.
+    """
 
     def __init__(
         self,
-        planner: "Planner",
+        forest: Forest,
+        counts: np.ndarray,
         rows: np.ndarray,
         quote: Quote,
         seconds: np.ndarray,
         proposing: np.ndarray,
-        *,
-        optimism: float = 0.0,
+        rates: np.ndarray,
     ):
-        self.planner, self.rows, self.quote, self.seconds, self.proposing = planner, rows, quote, seconds, proposing
-        self.levels = levels = planner._levels(rows, proposing, optimism=optimism)
-        self.totals = planner._totals(levels)
-        self.full, nodes, part = planner._layout(len(rows))
+        self.forest, self.counts, self.rows, self.quote = forest, counts, rows, quote
+        self.seconds, self.proposing = seconds, proposing
+        self.levels = levels = reached(rates, proposing)
+        self.totals = forest.totals(levels)
+        self.full, nodes, part = forest.layout(len(rows), counts)
         # A drafter that often has nothing to propose mostly runs a plain pass: its time is the mean of both.
-        self.live = np.ones(len(planner.menu))
-        self.live[1:] = (proposing.sum(axis=1) / len(rows))[planner._curve]
+        self.live = np.ones(len(forest.of))
+        self.live[1:] = (proposing.sum(axis=1) / len(rows))[forest.curve]
         bare = seconds[:, quote.least]
         times = self.live[:, None] * seconds + ((1 - self.live) * bare)[:, None]
         # No set of nodes beats one that takes the best request's chances for all: exact where requests are alike.
-        caps = np.zeros((len(times), planner._nodes_share.shape[1] + 1))
+        caps = np.zeros((len(times), forest.share.shape[1] + 1))
         if levels.size:
-            peaks = levels.max(axis=-1)[planner._nodes_depth, planner._of[:, None]] * planner._nodes_share
+            peaks = levels.max(axis=-1)[forest.depth, forest.of[:, None]] * forest.share
             np.cumsum(peaks, axis=1, out=caps[:, 1:])
         caps = (caps[:, nodes] * (1 - part) + caps[:, nodes + 1] * part) * len(rows)
-        self.whole = (len(rows) + self.totals) / times[planner._index, self.full]
+        self.whole = (len(rows) + self.totals) / times[np.arange(len(times)), self.full]
         self.bounds = ((len(rows) + np.minimum(self.totals[:, None], caps)) / times).max(axis=1)
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a plain round."""
+        return float(self.seconds[0, self.quote.least])
 
     def time(self, index: int, places: Any) -> Any:
         """Expected seconds of a shape with some passes."""
@@ -84,16 +98,16 @@ class View:
 
     def choice(self, index: int, place: int | None = None) -> Choice:
         """A shape with its best pass, or with a given one."""
-        prices, requests = self.planner.prices, len(self.rows)
+        requests = len(self.rows)
         if index == 0:
-            return Choice(0, self.quote.least, float(requests), float(self.seconds[0, self.quote.least]))
+            return Choice(0, self.quote.least, float(requests), self.plain)
         full = int(self.full[index])
         if place is None or place <= self.quote.least:
             places = np.arange(min(self.quote.least + 1, full), full + 1)
         else:
             places = np.array([min(place, full)])
         times = self.time(index, places)
-        nodes = self.planner._nodes(index, self.levels)
-        tokens = allocate.expected(nodes, prices.counts[places])
+        nodes = self.forest.nodes(index, self.levels)
+        tokens = allocate.expected(nodes, self.counts[places])
         best = int(np.argmax(tokens / times))
         return Choice(index, int(places[best]), float(tokens[best]), float(times[best]))

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.costmodel.planner import Decision, Planner
+from specjax.costmodel.decision import Decision
+from specjax.costmodel.planner import Planner
 from specjax.costmodel.scores import Nodes
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.follow import Followed

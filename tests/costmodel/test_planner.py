@@ -8,7 +8,8 @@ import pytest
 
 from specjax.costmodel import menu
 from specjax.costmodel.acceptance import Acceptance
-from specjax.costmodel.planner import OPENING, PURSE, Planner
+from specjax.costmodel.books import OPENING, PURSE
+from specjax.costmodel.planner import Planner
 from specjax.costmodel.priors import Prior
 from specjax.costmodel.scores import Nodes
 from specjax.costmodel.tables import Grid, Provenance, Table
@@ -164,7 +165,7 @@ def test_a_change_waits_until_it_pays():
 
     def changed(switch):
         plan = planner(flat(switch=switch), explore=False)
-        plan.current = SHAPES[1]
+        plan.books.current = SHAPES[1]
         made = play(plan, 3, 60)
         assert made[-1].shape.depth == 3
         return next(i for i, d in enumerate(made) if d.shape != SHAPES[1])
@@ -177,19 +178,19 @@ def test_a_change_waits_until_it_pays():
 def test_a_drafter_that_was_off_pays_its_way_back():
     prices = flat(catch_up={"mtp": (1.0, 0.5), "eagle3": (1.0, 0.5)})
     plan = planner(prices, explore=False, ring=4)
-    plan.current = PLAIN
-    plan._missed["mtp"] = 100.0
+    plan.books.current = PLAIN
+    plan.books.missed["mtp"] = 100.0
     decision = dataclasses.replace(plan.decide(np.arange(3), 500.0), shape=SHAPES[2], shadow=None)
     assert plan.extra(decision, 3, 500.0) == pytest.approx(1 + 0.5 * 100)
     play(plan, 0, 20)
-    assert plan._missed["mtp"] <= 4 * 3  # no more than the ring holds of each request
+    assert plan.books.missed["mtp"] <= 4 * 3  # no more than the ring holds of each request
 
 
 def test_trials_cost_no_more_than_the_purse():
     careful = planner(flat(0.4, source="roofline"))
     made = play(careful, 0, 400)
     total = sum(d.seconds for d in made)
-    assert careful.spent <= OPENING * 1.1 + PURSE * total * 1.1
+    assert careful.books.spent <= OPENING * 1.1 + PURSE * total * 1.1
     assert any(d.reason == "trial" or d.shadow is not None for d in made)
     assert not any(d.reason == "trial" or d.shadow for d in play(planner(flat(0.4), explore=False), 0, 50))
 
@@ -214,7 +215,7 @@ def test_shadow_drafts_bring_a_drafter_in():
 
 def test_behind_plain_only_sure_gains_are_taken():
     plan = planner(flat(0.3, source="roofline"))
-    plan._ahead = -5.0
+    plan.books.ahead = -5.0
     decision = plan.decide(np.arange(3), 500.0)
     assert decision.reason in ("sure", "trial")
     assert decision.shape == PLAIN or decision.rate > decision.plain

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import engines, heads, toy
 
-from specjax.costmodel.planner import Decision
+from specjax.costmodel.decision import Decision
 from specjax.draft import PLAIN, DraftShape
 from specjax.drafters import learned
 from specjax.drafters.drafter_set import DrafterSet
