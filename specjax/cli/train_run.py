@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from specjax.training.recipe import Recipe
     from specjax.training.trainer import StepReport, Trainer
 
+ENOUGH_CHAINS = 50  # that got to a draft, for its share to be written down
 RUN_HELP = """Train a drafter on a corpus that its target wrote.
 
   specjax train run --drafter eagle3 --corpus corpus --out runs/eagle3 --minutes 30
@@ -199,7 +200,20 @@ def write(trainer: "Trainer", corpus: "Corpus", folder: Path, metrics: list[dict
         trainer.calibration(),
     )
     tensors = trainer.tensors() | trainer.candidate_head()
-    return export(folder, trainer.written_config, tensors, trainer.target.config, text)
+    config = dataclasses.replace(trainer.written_config, acceptance=_acceptance(metrics))
+    return export(folder, config, tensors, trainer.target.config, text)
+
+
+def _acceptance(metrics: list[dict[str, Any]]) -> tuple[float, ...]:
+    """Acceptance by position at the last look at the held-out slice, as deep as enough chains came."""
+    looks = [line["held_out"] for line in metrics if line["held_out"]]
+    found, chains = [], looks[-1]["roots"] if looks else 0
+    for share in looks[-1]["by_slot"] if looks else ():
+        if chains < ENOUGH_CHAINS:
+            break
+        found.append(round(share, 3))
+        chains *= share
+    return tuple(found)
 
 
 @contextlib.contextmanager

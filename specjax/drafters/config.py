@@ -44,6 +44,8 @@ class HeadConfig:
         logit_softcap: logits become `cap * tanh(logits / cap)`.
         head_rank: rank of the low-rank candidate head, 0 for none (the full head scores every token).
         head_candidates: tokens that the low-rank scores select for exact rescoring.
+        acceptance: how often each draft of a greedy chain is accepted once those before it are, by whoever trained the
+            drafter; a planner starts from it. Empty where the files do not say.
 
         fc_norm: (eagle3) a norm on each tap before `fc`.
         norm_before_fc: (eagle3) one norm over the concatenated taps before `fc`.
@@ -102,6 +104,7 @@ class HeadConfig:
     logit_softcap: float | None = None
     head_rank: int = 0
     head_candidates: int = 64
+    acceptance: tuple[float, ...] = ()
     # eagle3, peagle
     fc_norm: bool = False
     norm_before_fc: bool = False

@@ -17,6 +17,7 @@ import numpy as np
 
 from specjax import sampling
 from specjax.config import RunConfig
+from specjax.costmodel.acceptance import Acceptance
 from specjax.costmodel.planner import Planner
 from specjax.costmodel.tables import Table
 from specjax.draft import PLAIN
@@ -26,6 +27,7 @@ from specjax.engine.accept import resolve_rule
 from specjax.engine.layout import MAX_BIAS, MAX_EOS, Layout
 from specjax.engine.pilot import Pilot
 from specjax.engine.prefill import Insertion
+from specjax.engine.pricing import priors
 from specjax.engine.programs import Programs
 from specjax.engine.prompt import Prompt, encode, is_single
 from specjax.engine.request import Chunk, Request, Result, Timing, logprob_entries
@@ -338,7 +340,9 @@ class Engine:
         if self.config.device_rounds > 1:
             raise ValueError("device_rounds must be 1 with a set of drafters: the host chooses between rounds")
         counts = sorted({width.count for width in self.programs.widths})
-        planner = Planner(self._table, self.drafter.menu, counts, self.config.batch, scored=True)
+        menu, batch = self.drafter.menu, self.config.batch
+        acceptance = Acceptance([shape for shape in menu if shape.depth], batch, priors(self.drafter))
+        planner = Planner(self._table, menu, counts, batch, scored=True, acceptance=acceptance)
         return Pilot(planner, self.drafter, self.programs)
 
     def _piloted(self, pilot: Pilot) -> list[tuple[int, Chunk]]:

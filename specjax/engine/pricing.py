@@ -11,9 +11,11 @@ import jax
 
 from specjax.config import ConfigError, RunConfig
 from specjax.costmodel import facts, shapes, tables
+from specjax.costmodel.priors import PRIORS, Prior
 from specjax.costmodel.roofline import Setup
 from specjax.costmodel.shapes import ModelShape
 from specjax.costmodel.tables import Provenance, Table
+from specjax.drafters.config import HeadConfig
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.targets.config import DecoderConfig
 
@@ -60,6 +62,16 @@ def provenance(config: RunConfig, model: DecoderConfig, dtype: Any, drafters: Dr
     )
 
 
+def priors(drafters: DrafterSet) -> dict[str, Prior]:
+    """What acceptance of each kind is before a round was seen: what the drafter's files say, else the kind's usual."""
+    found = dict(PRIORS)
+    for member in drafters.members:
+        said = getattr(_described(member), "acceptance", ())
+        if said:
+            found[member.kind] = Prior(said, PRIORS[member.kind].live, "measured when it was trained")
+    return found
+
+
 def model_shape(name: str, model: DecoderConfig) -> ModelShape:
     """The sizes that price a target."""
     return ModelShape(
@@ -78,6 +90,8 @@ def model_shape(name: str, model: DecoderConfig) -> ModelShape:
 def digest(description: Any) -> str:
     """Eight hex digits of a frozen description: equal for what costs the same."""
     fields = dataclasses.asdict(description) if dataclasses.is_dataclass(description) else description
+    if isinstance(description, HeadConfig):
+        del fields["acceptance"]
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 

@@ -172,7 +172,12 @@ def test_the_commands_finish_and_look_at_a_run(trained, tmp_path, monkeypatch, c
     assert train_run.Eval(folder=out, corpus="corpus", export=str(tmp_path / "drafter")).run() == 0
     printed = capsys.readouterr().out
     assert trainer.config.family in printed and "ngram" in printed
-    assert load_drafter(tmp_path / "drafter", trainer.target.config).config == trainer.written_config
+    written = load_drafter(tmp_path / "drafter", trainer.target.config).config
+    assert dataclasses.replace(written, acceptance=()) == trainer.written_config
+    looks = [json.loads(line)["held_out"] for line in (trainer.out / "metrics.jsonl").read_text().splitlines()]
+    by_slot = [look for look in looks if look][-1]["by_slot"]
+    assert 1 <= len(written.acceptance) <= len(by_slot)
+    assert written.acceptance == pytest.approx(by_slot[: len(written.acceptance)], abs=1e-3)
     with pytest.raises(ValueError, match="leave the other options out"):
         train_run.Run(corpus="corpus", out=out, resume=True, steps=5).run()
 

@@ -17,7 +17,7 @@ _HARMLESS = re.compile(
     r"|cross_attention_hidden_size|chunk_size_feed_forward|pruned_heads|tokenizer_class|prefix|finetuning_task"
     r"|task_specific_params|name_or_path|generation_config|license|library_name"
     r"|num_anchors|ttt_length|step_loss_decay|draft_num_hidden_layers|.*_loss_.*|loss_.*|confidence_head_alpha"
-    r"|embed_requires_grad|down_sample_ratio(_min)?|selector_loss.*|initializer_.*|bias|candidate_head"
+    r"|embed_requires_grad|down_sample_ratio(_min)?|selector_loss.*|initializer_.*|bias|candidate_head|acceptance"
 )
 
 

@@ -93,6 +93,16 @@ def _candidate_head(said: Any, width: int, tokens: int) -> tuple[dict[str, int],
     return ({} if wrong else {f"head_{name}": value for name, value in said.items()}), wrong
 
 
+def _acceptance(said: Any) -> tuple[tuple[float, ...], list[str]]:
+    """Acceptance by position, and what is wrong with it."""
+    if said is None:
+        return (), []
+    shares = said if isinstance(said, list) else [None]
+    if not all(isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= 1 for x in shares):
+        return (), [f"acceptance is {said!r}, expected a list of shares from 0 to 1, one for each draft"]
+    return tuple(map(float, shares)), []
+
+
 def interpret(
     folder: Folder, target: DecoderConfig, format: str
 ) -> tuple[HeadConfig | None, dict[str, str], list[str], list[str]]:
@@ -105,8 +115,10 @@ def interpret(
     vocab, drafts = reading.values["vocab_size"], reading.values["draft_vocab_size"]
     tied = folder.config.get("tie_word_embeddings") and owns["own_embedding"] and drafts == vocab
     low_rank, wrong = _candidate_head(folder.config.get("candidate_head"), reading.values["hidden_size"], drafts)
+    acceptance, odd = _acceptance(folder.config.get("acceptance"))
     config = HeadConfig(
         **reading.values,
+        acceptance=acceptance,
         own_embedding=owns["own_embedding"],
         own_head=bool(owns["own_head"] or tied),
         **low_rank,
@@ -116,7 +128,7 @@ def interpret(
         notes.append("auto_map names Python code in the checkpoint; it is not executed")
     # An identity map that some exporters write beside a full vocabulary is no tensor of the drafter.
     names = {name: ours for name, ours in reading.names.items() if ours != "d2t" or drafts != vocab}
-    problems = [*reading.problems, *wrong, *config.rope.problems(), *description_problems(config, target)]
+    problems = [*reading.problems, *wrong, *odd, *config.rope.problems(), *description_problems(config, target)]
     problems += tensor_problems(config, names, folder.shapes)
     problems += [
         f"{name} is stored as {folder.dtypes[name]}; supported are {', '.join(FLOATS)}"

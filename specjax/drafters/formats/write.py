@@ -122,6 +122,8 @@ def _common(config: HeadConfig, target: DecoderConfig, format: str) -> dict[str,
     out = {"transformer_layer_config": layer} if format.startswith("speculators") else layer
     if config.head_rank:
         out["candidate_head"] = {"rank": config.head_rank, "candidates": config.head_candidates}
+    if config.acceptance:
+        out["acceptance"] = list(config.acceptance)
     return out
 
 

@@ -359,6 +359,14 @@ def test_a_candidate_head_is_described_as_it_can_be(said, words, tmp_path):
         load_drafter(s.write(tmp_path / "head"), TARGET)
 
 
+@pytest.mark.parametrize("said", [0.5, [0.5, 1.5], [0.5, "0.4"], [True], {"1": 0.5}])
+def test_acceptance_that_is_none(said, tmp_path):
+    s = sample("mtp-qwen")
+    s.config["acceptance"] = said
+    with pytest.raises(DrafterError, match="expected a list of shares from 0 to 1"):
+        load_drafter(s.write(tmp_path / "head"), TARGET)
+
+
 def test_a_candidate_head_is_read(tmp_path):
     s = sample("mtp-qwen")
     s.config["candidate_head"] = {"rank": 4, "candidates": 9}

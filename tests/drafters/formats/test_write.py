@@ -53,6 +53,14 @@ def test_round_trip(s, tmp_path):
         assert set(written) == {name.removeprefix("logit_head.") for name in s.tensors}
 
 
+@pytest.mark.parametrize("format", ["eagle3-specforge", "speculators-eagle3"])
+def test_acceptance_goes_with_the_drafter(format, tmp_path):
+    read = loaded(format, tmp_path / "in")
+    config = dataclasses.replace(read.config, acceptance=(0.61, 0.5))
+    again = load_drafter(save_drafter(tmp_path / "out", config, read.tensors, format, target=TARGET), TARGET)
+    assert again.config == config
+
+
 @pytest.mark.parametrize(("family", "format"), DEFAULTS.items())
 def test_default_format_of_each_family(family, format, tmp_path):
     read = loaded(format, tmp_path / "in")
