@@ -119,7 +119,7 @@ def _common(config: HeadConfig, target: DecoderConfig, format: str) -> dict[str,
     if window := next((w for w in config.windows if w is not None), None):
         kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
         layer |= {"layer_types": kinds, "sliding_window": window, "use_sliding_window": True}
-    out = {"transformer_layer_config": layer} if format.startswith("speculators") else layer
+    out: dict[str, Any] = {"transformer_layer_config": layer} if format.startswith("speculators") else layer
     if config.head_rank:
         out["candidate_head"] = {"rank": config.head_rank, "candidates": config.head_candidates}
     if config.acceptance:
