@@ -69,39 +69,41 @@ class Acceptance:
         self._seen = np.zeros(len(kinds))  # trials behind it
         self._kinds = kinds
         self._rates: np.ndarray | None = None
+        self._asked: tuple[bytes, np.ndarray, np.ndarray] | None = None
 
     def start(self, row: int, temperature: float) -> None:
         """A new request decodes in a row of the batch."""
         self._bucket[row] = int(np.searchsorted(TEMPERATURES, temperature, side="right"))
         self._request[:, row] = 0
         self._live_request[:, row] = 0
+        self._asked = None
 
     def age(self) -> None:
         """A round has passed, whatever it was."""
         keep = 1 - 1 / MEMORY
         for sums in (self._hits, self._trials, self._kind, self._live, self._gap, self._seen, self._spread):
             sums *= keep
-        self._rates = None
+        self._rates = self._asked = None
 
     # ---------------------------------------------------------------- estimates
 
-    def rates(self, rows: np.ndarray, *, optimism: float = 0.0) -> np.ndarray:
+    def rates(self, rows: np.ndarray, *, optimism: float = 0.0, curve: int | None = None) -> np.ndarray:
         """Conditional acceptance `[depth, curve, request]`; `optimism` adds that many standard deviations.
+
+        With a `curve` it is that one alone.
 
         The deviation is of the shared curve: what a request deviates by is part of the estimate. Requests stand last,
         as there are most of them: the arithmetic of a decision runs along them.
         """
-        rates = self._curves()
+        which = slice(None) if curve is None else slice(curve, curve + 1)
+        rates = self._curves()[which]
         if optimism:
-            deviation = np.sqrt(rates * (1 - rates) / (self._trials + WEIGHT + 1))
+            deviation = np.sqrt(rates * (1 - rates) / (self._trials[which] + WEIGHT + 1))
             rates = inside(rates + optimism * deviation)
-        spread = (self._spread[:, 0] + SPREAD_WEIGHT * SPREAD) / (self._spread[:, 1] + SPREAD_WEIGHT)
-        own = self._request[:, rows]
-        shift = own[..., 0] / (own[..., 1] + 1 / np.maximum(spread, EDGE)[:, None])
-        buckets = self._bucket[rows]
-        alike = len(buckets) > 0 and (buckets == buckets[0]).all()  # the rule: then nothing has to be gathered
-        rates = (rates[:, buckets[:1]] if alike else rates[:, buckets]).transpose(2, 0, 1)
-        return shifted(rates, np.exp(shift)[self.kind])
+        odds, buckets = self._own(rows)
+        # Laid out anew while it is small: what is made of it keeps its order.
+        rates = np.ascontiguousarray(rates[:, buckets].transpose(2, 0, 1))
+        return shifted(rates, odds[self.kind[which]])
 
     def heat(self, rows: np.ndarray) -> np.ndarray:
         """Temperature bucket of each request."""
@@ -137,15 +139,19 @@ class Acceptance:
         curve = self.curve[shape]
         kind = self.kind[curve]
         proposed = drafts > 0
-        self._live[kind] += [proposed.sum(), len(rows)]
+        count = np.count_nonzero(proposed)
+        self._live[kind] += [count, len(rows)]
         self._live[kind] *= ENOUGH / max(float(self._live[kind, 1]), ENOUGH)
         own = self._live_request[kind]
-        own[rows] = own[rows] * (1 - 1 / REQUEST_MEMORY) + np.stack([proposed, np.ones(len(rows))], axis=1)
-        if not proposed.any():
+        newest = np.ones((len(rows), 2))
+        newest[:, 0] = proposed
+        own[rows] = own[rows] * (1 - 1 / REQUEST_MEMORY) + newest
+        if not count:
             return
-        rows, drafts, accepted = rows[proposed], drafts[proposed], accepted[proposed]
+        if count < len(rows):
+            rows, drafts, accepted = rows[proposed], drafts[proposed], accepted[proposed]
         bucket = self._bucket[rows]
-        predicted = self.rates(rows)[:, curve].T
+        predicted = self.rates(rows, curve=curve)[:, 0].T
         shared = self._curves()[curve][bucket]
         hits, trials = _outcomes(self._kept[shape], drafts, accepted)
         np.add.at(self._hits[curve], bucket, hits)
@@ -157,16 +163,33 @@ class Acceptance:
         self._kind[kind] += _tally(hits, trials, prior).sum(axis=0)
         self._kind[kind] *= ENOUGH / max(float(self._kind[kind, :2].sum()), ENOUGH)
         mine, keep = self._request[kind], 1 - 1 / REQUEST_MEMORY
-        variance = (trials * shared * (1 - shared)).sum(axis=1)
-        score = (hits - trials * shared).sum(axis=1)
-        mine[rows] = mine[rows] * [keep, keep, keep**2] + np.stack([score, variance, variance], axis=1)
-        scores, information, noise = mine[rows].T
+        expected = trials * shared
+        newest = np.empty((len(rows), 3))
+        np.add.reduce(hits - expected, axis=1, out=newest[:, 0])
+        newest[:, 1:] = np.add.reduce(expected * (1 - shared), axis=1)[:, None]
+        mine[rows] = newest = mine[rows] * [keep, keep, keep**2] + newest
+        scores, information, noise = newest.T
         self._spread[kind] += [(scores**2 - noise).sum(), (information**2).sum()]
         self._gap[kind] += (predicted * trials - hits).sum(axis=0)
         self._seen[kind] += trials.sum()
-        self._rates = None
+        self._rates = self._asked = None
 
     # ---------------------------------------------------------------- inside
+
+    def _own(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Odds of requests by kind `[kind, request]`, and their temperature buckets: one, where all have the same.
+
+        They are kept until something was learned: a round asks several times for the same requests.
+        """
+        asked = rows.tobytes()
+        if self._asked is None or self._asked[0] != asked:
+            spread = (self._spread[:, 0] + SPREAD_WEIGHT * SPREAD) / (self._spread[:, 1] + SPREAD_WEIGHT)
+            own = self._request[:, rows]
+            shift = own[..., 0] / (own[..., 1] + 1 / np.maximum(spread, EDGE)[:, None])
+            buckets = self._bucket[rows]
+            alike = len(buckets) > 0 and bool((buckets == buckets[0]).all())
+            self._asked = asked, np.exp(shift), buckets[:1] if alike else buckets
+        return self._asked[1], self._asked[2]
 
     def _base(self) -> np.ndarray:
         """The prior moved by each drafter's odds."""
@@ -189,11 +212,12 @@ def _outcomes(kept: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> tup
     A depth is exposed once if the depth above was accepted. Of a tree that was cut, the nodes that were kept are more
     or less fertile than the whole depth: the exposure is what they hold of this depth over what they hold of the last.
     """
-    level = np.arange(1, kept.shape[1] + 1)
+    level, accepted = np.arange(1, kept.shape[1] + 1), accepted[:, None]
     held = kept[np.minimum(drafts, len(kept) - 1)]
-    above = np.concatenate([np.ones((len(held), 1)), held[:, :-1]], axis=1)
-    exposure = np.where(level <= accepted[:, None] + 1, held / np.maximum(above, EDGE), 0.0)
-    return (level <= accepted[:, None]).astype(float), exposure
+    above = np.ones_like(held)
+    np.maximum(held[:, :-1], EDGE, out=above[:, 1:])
+    exposure = np.where(level <= accepted + 1, held / above, 0.0)
+    return (level <= accepted).astype(float), exposure
 
 
 def _kept(made: Outline, depth: int) -> np.ndarray:
@@ -205,6 +229,7 @@ def _kept(made: Outline, depth: int) -> np.ndarray:
 
 def _tally(hits: np.ndarray, trials: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Hits, misses, expected hits and expected misses of each request."""
-    return np.stack(
-        [x.sum(axis=-1) for x in (hits, trials - hits, trials * expected, trials * (1 - expected))], axis=-1
-    )
+    sums = np.empty((len(hits), 4))
+    for place, x in enumerate((hits, trials - hits, trials * expected, trials * (1 - expected))):
+        np.add.reduce(x, axis=-1, out=sums[:, place])
+    return sums

@@ -22,9 +22,16 @@ def expected(chances: np.ndarray, rows: Sequence[int]) -> np.ndarray:
         Tokens, the target's own one of each request included.
     """
     requests, count = chances.shape[0], chances.size
-    flat = np.sort(chances, axis=None)[::-1]
-    sums = np.concatenate([[0.0], np.cumsum(flat)])
-    return requests + sums[np.minimum(np.asarray(rows) - requests, count)]
+    return requests + likeliest(chances)[np.minimum(np.asarray(rows) - requests, count)]
+
+
+def likeliest(chances: np.ndarray) -> np.ndarray:
+    """Expected accepted drafts of the likeliest 0, 1, 2, ... nodes, of all requests."""
+    flat = chances.flatten("K")  # in whatever order they lie: they are sorted
+    flat.sort()
+    sums = np.zeros(len(flat) + 1)
+    np.add.accumulate(flat[::-1], out=sums[1:])
+    return sums
 
 
 def best_rate(chances: np.ndarray, rows: Sequence[int], seconds: np.ndarray) -> tuple[int, float]:
@@ -50,7 +57,11 @@ def budgets(chances: np.ndarray, rows: int) -> np.ndarray:
         return np.ones(requests, int)
     if spare == chances.size:  # room for all: nothing to choose
         return 1 + np.count_nonzero(chances > 0, axis=1)
-    # Stable, so that of equals the parent is taken: nodes of one request stand parents first.
-    order = np.argsort(-chances, axis=None, kind="stable")[:spare]
-    order = order[chances.ravel()[order] > 0]
-    return 1 + np.bincount(order // nodes, minlength=requests)
+    last = chances.size - spare
+    least = np.partition(chances, last, axis=None)[last]  # of those that are taken
+    if least <= 0:
+        return 1 + np.count_nonzero(chances > 0, axis=1)
+    taken = np.count_nonzero(chances > least, axis=1)
+    # Of equals the first are taken, so that none goes before its parent: nodes of one request stand parents first.
+    equal = np.flatnonzero(chances == least)[: spare - taken.sum()]
+    return 1 + taken + np.bincount(equal // nodes, minlength=requests)

@@ -40,10 +40,16 @@ class Books:
         before: the shape before a trial: the way back to it is paid for.
         switches: newest changes of shape: round, from, to, reason.
         reasons: rounds by `Decision.reason`.
+        changes: changes of shape, likewise.
+        totals: of all rounds: expected and actual seconds, expected and actual tokens.
+        rounds_of: rounds by the kind of drafter whose drafts were up for verification, `none` for plain ones.
+        drafted: drafts that were verified, by kind.
+        accepted: of these, accepted.
     """
 
     def __init__(self, table: Table, menu: Sequence[DraftShape], ring: int):
         self.table, self.menu, self.ring = table, tuple(menu), ring
+        self._place = {shape: index for index, shape in enumerate(self.menu)}
         self.current = PLAIN
         self.rounds = 0
         self.ahead = 0.0
@@ -55,6 +61,11 @@ class Books:
         self.before: DraftShape | None = None
         self.switches: collections.deque = collections.deque(maxlen=HISTORY)
         self.reasons: collections.Counter = collections.Counter()
+        self.changes: collections.Counter = collections.Counter()
+        self.totals = (0.0, 0.0, 0.0, 0.0)
+        self.rounds_of: collections.Counter = collections.Counter()
+        self.drafted: collections.Counter = collections.Counter()
+        self.accepted: collections.Counter = collections.Counter()
         self._errors: collections.deque = collections.deque(maxlen=HISTORY)
 
     @property
@@ -79,33 +90,42 @@ class Books:
 
     def shadow(self, shape: DraftShape, quote: Quote) -> float:
         """Seconds to draft a shape beside a plain round."""
-        drafting = quote.draft[self.menu.index(shape)] - self.table.fixed
+        drafting = quote.draft[self._place[shape]] - self.table.fixed
         return float(drafting + self.table.catch_up_time(shape.kind, self.missed[shape.kind]))
 
     # ---------------------------------------------------------------- after a round
 
     def enter(
-        self, decision: Decision, live: int, accepted: int, *, seconds: float, extra: float, plain: float
+        self, decision: Decision, live: int, drafted: int, accepted: int, *, seconds: float, extra: float, plain: float
     ) -> None:
         """A round is over.
 
         Args:
             decision: what was decided for it.
             live: requests that took part.
-            accepted: drafts of theirs, in all.
+            drafted: drafts of theirs that were verified, in all.
+            accepted: of these, accepted.
             seconds: how long it took, `extra` included.
             extra: what the change of shape and a shadow draft were expected to take.
             plain: expected seconds of a plain round.
         """
         self.rounds += 1
         self.reasons[decision.reason] += 1
+        kind = decision.shape.kind
+        self.rounds_of[kind] += 1
+        if drafted:
+            self.drafted[kind] += drafted
+            self.accepted[kind] += accepted
         for kind in self.missed:
             on = kind == decision.shape.kind or (decision.shadow is not None and kind == decision.shadow.kind)
             missed = self.missed[kind] + float(live + accepted)
             self.missed[kind] = 0.0 if on else min(missed, float(self.ring * live))
         tokens = live + float(accepted)
         self.ahead = min(self.ahead + tokens / live - seconds / plain, OPENING)
-        self._errors.append((decision.seconds, seconds, decision.tokens, tokens))
+        outcome = decision.seconds, seconds, decision.tokens, tokens
+        self._errors.append(outcome)
+        a, b, c, d = self.totals
+        self.totals = a + outcome[0], b + outcome[1], c + outcome[2], d + outcome[3]
         if decision.reason == "trial":
             self.before = self.current if self.before is None else self.before
             lost = seconds - tokens / decision.runner_up[1] if decision.runner_up else 0.0
@@ -122,12 +142,13 @@ class Books:
             self.purse = min(self.purse + (PURSE + EARLY * early) * seconds - fare, 10 * OPENING * plain)
         if decision.shape != self.current and decision.reason != "scores":
             self.lost = 0.0
+            self.changes[decision.reason] += 1
             self.switches.append((self.rounds, self.current, decision.shape, decision.reason))
             self.current = decision.shape
 
     def report(self) -> dict[str, Any]:
         """Predicted against actual, over the newest rounds; rounds by reason; cost of trials; changes of shape."""
-        errors = np.array(self._errors) if self._errors else np.ones((0, 4))
+        errors = np.array(list(self._errors)) if self._errors else np.ones((0, 4))
         time = np.abs(np.log(errors[:, 1] / errors[:, 0]))
         tokens = np.abs(errors[:, 3] - errors[:, 2]) / errors[:, 2]
         return {
@@ -140,6 +161,6 @@ class Books:
             "exploration_s": self.spent,
             "switches": [
                 {"round": r, "from": dataclasses.asdict(a), "to": dataclasses.asdict(b), "reason": why}
-                for r, a, b, why in self.switches
+                for r, a, b, why in list(self.switches)
             ],
         }

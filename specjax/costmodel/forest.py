@@ -20,6 +20,7 @@ class Forest:
         of: the same of each shape of the menu; plain's is not used.
         rows: of each shape, the root included.
         depth: of each node `[shape, node]`, from 0.
+        cells: where each node's depth and curve lie in a flat array of `[depth, curve]`.
         share: of each node, of the chance of its depth; 0 where there is none.
     """
 
@@ -33,19 +34,27 @@ class Forest:
         for index, made in enumerate((acceptance.outlines[s] for s in drafted), 1):
             self.depth[index, : len(made.depths)] = made.depths - 1
             self.share[index, : len(made.depths)] = made.shares
+        self.cells = self.depth * len(acceptance.kind) + self.of[:, None]
+        self._nodes = [(self.depth[i, : n - 1], self.share[i, : n - 1, None]) for i, n in enumerate(self.rows.tolist())]
         self._deepest = np.array([s.depth for s in drafted], int) - 1
         self._layouts: dict[int, tuple[np.ndarray, ...]] = {}
 
     def nodes(self, index: int, levels: np.ndarray) -> np.ndarray:
-        """Chance of each node `[request, node]` of a drafted shape of the menu, from `levels` of `reached`."""
-        count = self.rows[index] - 1
-        chances = levels[self.depth[index, :count], self.of[index]]
-        return (chances * self.share[index, :count, None]).T
+        """Chance of each node `[request, node]` of a drafted shape of the menu.
+
+        Args:
+            index: of the shape.
+            levels: chance that the accepted path reaches each depth of its curve `[depth, request]`.
+        """
+        depths, shares = self._nodes[index]
+        return (levels[depths] * shares).T
 
     def totals(self, levels: np.ndarray) -> np.ndarray:
         """Expected accepted drafts of each shape, whole, over all requests."""
-        sums = np.cumsum(levels.sum(axis=-1), axis=0)
-        return np.concatenate([[0.0], sums[self._deepest, self.curve]])
+        sums = np.add.accumulate(np.add.reduce(levels, axis=-1), axis=0)
+        totals = np.zeros(len(self.of))
+        totals[1:] = sums[self._deepest, self.curve]
+        return totals
 
     def layout(self, live: int, counts: np.ndarray) -> tuple[np.ndarray, ...]:
         """For a number of requests: the pass that holds each whole shape; nodes a request of each pass, and a part.

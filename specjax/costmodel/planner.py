@@ -124,32 +124,33 @@ class Planner:
         counts, shape = self.prices.counts, decision.shape
         if decision.shadow is not None and nodes is not None:
             shape = decision.shadow
-        index = self.menu.index(shape)
+        index = self.prices.place[shape]
         if shape.depth == 0 or not live.any():
             chances = np.zeros((len(rows), 1))
         elif nodes is None:
-            chances = self._forest.nodes(index, reached(self.acceptance.rates(rows)))
+            rates = self.acceptance.rates(rows, curve=int(self._forest.of[index]))
+            chances = self._forest.nodes(index, reached(rates)[:, 0])
         else:
             doubt = DOUBT if decision.reason == "sure" else 0.0
             chances = self.scores.chances(shape.kind, self.acceptance.heat(rows), nodes, doubt=doubt)
         chances = np.where(np.arange(chances.shape[1]) < live[:, None], chances, 0.0)
         drafts = live.sum() if shape.depth else 0
-        needed = np.searchsorted(counts, len(rows) + drafts)
-        usable = np.arange(quote.least, min(needed, len(counts) - 1) + 1)
-        times = self.prices.seconds(quote)[index, usable]
+        needed = int(counts.searchsorted(len(rows) + drafts))
+        usable = slice(quote.least, min(needed, len(counts) - 1) + 1)
+        counts, times = counts[usable], self.prices.seconds(quote)[index, usable]
         if decision.reason == "trial":  # the pass that is on trial, if there is enough to fill it
-            choice = min(int(np.searchsorted(counts[usable], decision.rows)), len(usable) - 1)
+            choice = min(int(counts.searchsorted(decision.rows)), len(counts) - 1)
         else:
-            choice = allocate.best_surplus(chances, counts[usable], times, decision.rate)
+            choice = allocate.best_surplus(chances, counts, times, decision.rate)
         if shape != decision.shape and choice > 0:
             decision = dataclasses.replace(decision, shape=shape, shadow=None, reason="scores")
-        total = int(counts[usable[choice]])
+        total = int(counts[choice])
         return dataclasses.replace(
             decision,
             rows=total,
             budgets=allocate.budgets(chances, total),
             seconds=float(times[choice]),
-            tokens=float(allocate.expected(chances, counts[usable[choice : choice + 1]])[0]),
+            tokens=float(allocate.expected(chances, counts[choice : choice + 1])[0]),
         )
 
     def extra(self, decision: Decision, live: int, context: float) -> float:
@@ -183,7 +184,7 @@ class Planner:
             accepted: of these, accepted.
         """
         quote = self.prices.quote(len(rows), context)
-        index, place = self.menu.index(decision.shape), int(np.searchsorted(self.prices.counts, count))
+        index, place = self.prices.place[decision.shape], int(self.prices.counts.searchsorted(count))
         self.acceptance.age()
         self.scores.age(1 - 1 / MEMORY)
         self.prices.age()
@@ -194,7 +195,15 @@ class Planner:
         if decision.shape.depth or decision.ride:
             self.acceptance.observe(decision.shadow or decision.shape, rows, drafts, accepted)
         plain = self.prices.seconds(quote)[0, quote.least]
-        self.books.enter(decision, len(rows), int(accepted.sum()), seconds=seconds, extra=extra, plain=float(plain))
+        self.books.enter(
+            decision,
+            len(rows),
+            int(drafts.sum()),
+            int(accepted.sum()),
+            seconds=seconds,
+            extra=extra,
+            plain=float(plain),
+        )
         self._trials.passed()
 
     def shadow(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
@@ -252,7 +261,7 @@ class Planner:
         if entry == 0.0 or shape == books.before:
             books.lost *= 0.9
             return choice, "best"
-        mine = view.choice(self.menu.index(books.current))
+        mine = view.choice(self.prices.place[books.current])
         books.lost += mine.seconds * max(1 - mine.rate / choice.rate, 0.0)
         return (choice, "best") if books.lost >= entry else (mine, "stay")
 
@@ -275,7 +284,7 @@ class Planner:
         shape = self.menu[choice.index]
         total = int(self.prices.counts[choice.place])
         if shape.depth:
-            budgets = allocate.budgets(self._forest.nodes(choice.index, view.levels), total)
+            budgets = allocate.budgets(view.nodes(choice.index), total)
         else:
             budgets = np.ones(len(view.rows), int)
         return Decision(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specjax.costmodel.tables import Table
-from specjax.draft import DraftShape
+from specjax.draft import PLAIN, DraftShape
 
 MEMORY = 200.0  # rounds after which an observation counts 1/e
 NOISE = 0.05  # logarithm by which one round's time differs from the next
@@ -46,14 +46,17 @@ class Prices:
         table: the prices.
         menu: shapes, plain among them.
         counts: total rows of the passes, ascending.
+        place: index of each shape in the menu.
     """
 
     def __init__(self, table: Table, menu: Sequence[DraftShape], counts: Sequence[int]):
         self.table, self.menu, self.counts = table, tuple(menu), np.array(counts)
+        self.place = {shape: index for index, shape in enumerate(self.menu)}
         self._sum = np.zeros((len(self.menu), len(self.counts)))
         self._seen = np.zeros_like(self._sum)
         self._quotes: dict[tuple[int, int], Quote] = {}
         self._factors: np.ndarray | None = None
+        self._seconds: tuple[Quote, np.ndarray] | None = None
 
     def quote(self, live: int, context: float) -> Quote:
         """Prices for `live` requests whose caches hold `context` tokens on average."""
@@ -63,26 +66,35 @@ class Prices:
             least = int(np.searchsorted(self.counts, live))
             verify = np.full(len(self.counts), np.inf)
             verify[least:] = self.table.verify_time(live, self.counts[least:], context)
-            draft = [self.table.fixed + self.table.draft_time(shape, live, context) for shape in self.menu]
-            sure = [
-                [self.table.uncertainty(shape, live, max(count, live), context) for count in self.counts.tolist()]
-                for shape in self.menu
-            ]
-            self._quotes[live, step] = Quote(np.array(draft), verify, np.array(sure), least)
+            draft = self.table.fixed + self.table.draft_times(self.menu, live, context)
+            # A round is as uncertain as its least certain cell: that of the pass, or that of the draft.
+            passes = [self.table.uncertainty(PLAIN, live, max(count, live), context) for count in self.counts.tolist()]
+            drafts = [self.table.draft_uncertainty(shape, live, context) for shape in self.menu]
+            self._quotes[live, step] = Quote(draft, verify, np.maximum.outer(drafts, passes), least)
         return self._quotes[live, step]
 
     def seconds(self, quote: Quote) -> np.ndarray:
         """Corrected seconds of every shape with every pass, `[shape, pass]`."""
-        return (quote.draft[:, None] + quote.verify) * self.factors()
+        if self._seconds is None or self._seconds[0] is not quote:
+            self._seconds = quote, (quote.draft[:, None] + quote.verify) * self.factors()
+        return self._seconds[1]
 
     def factors(self) -> np.ndarray:
         """Corrections, `[shape, pass]`."""
         if self._factors is None:
-            total, seen = self._sum.sum(axis=0), self._seen.sum(axis=0)
-            device = total.sum() / (seen.sum() + SHRINK)
-            passes = (total + SHRINK * device) / (seen + SHRINK)
-            self._factors = np.exp((self._sum + SHRINK * passes) / (self._seen + SHRINK))
+            self._factors = np.exp((self._sum + SHRINK * self._passes()) / (self._seen + SHRINK))
         return self._factors
+
+    def _passes(self) -> np.ndarray:
+        """Logarithms of the corrections of passes, all shapes taken together."""
+        total, seen = np.add.reduce(self._sum, axis=0), np.add.reduce(self._seen, axis=0)
+        device = total.sum() / (seen.sum() + SHRINK)
+        return (total + SHRINK * device) / (seen + SHRINK)
+
+    def _factor(self, shape: int, index: int) -> float:
+        """As `factors`, of one shape and pass."""
+        around = self._passes()[index]
+        return float(np.exp((self._sum[shape, index] + SHRINK * around) / (self._seen[shape, index] + SHRINK)))
 
     def deviation(self, quote: Quote) -> np.ndarray:
         """Logarithm by which each corrected price may still be off, `[shape, pass]`.
@@ -98,17 +110,17 @@ class Prices:
         """A round has passed."""
         self._sum *= 1 - 1 / MEMORY
         self._seen *= 1 - 1 / MEMORY
-        self._factors = None
+        self._factors = self._seconds = None
 
     def observe(self, shape: int, index: int, uncorrected: float, seconds: float) -> None:
         """A round of a shape and a pass took `seconds` where the table says `uncorrected`."""
         ratio = float(np.log(seconds / uncorrected))
         if self._seen[shape, index] > 1:  # by then it is known: a pause of the machine is no news of the shape
-            known = float(np.log(self.factors()[shape, index]))
-            ratio = float(np.clip(ratio, known - OUTLIER, known + OUTLIER))
+            known = float(np.log(self._factor(shape, index)))
+            ratio = min(max(ratio, known - OUTLIER), known + OUTLIER)
         self._sum[shape, index] += ratio
         self._seen[shape, index] += 1
         keep = min(1.0, ENOUGH / self._seen[shape, index])
         self._sum[shape, index] *= keep
         self._seen[shape, index] *= keep
-        self._factors = None
+        self._factors = self._seconds = None

@@ -7,6 +7,7 @@ A better score never means a worse chance (pool adjacent violators).
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,11 +33,18 @@ class Nodes:
     scores: np.ndarray
     parents: np.ndarray
 
-    @property
+    @functools.cached_property
+    def chains(self) -> bool:
+        """Whether each node's parent is the node before it, in all drafts: then nothing has to be looked up."""
+        return bool((self.parents[:, 1:] == np.arange(self.parents.shape[1] - 1)).all())
+
+    @functools.cached_property
     def chances(self) -> np.ndarray:
         """The drafter's chance of each node, given its parent `[request, node]`, roots left out."""
-        parents = np.maximum(self.parents[:, 1:], 0)
-        above = np.take_along_axis(self.scores, parents, axis=1)
+        if self.chains:
+            above = self.scores[:, :-1]
+        else:
+            above = np.take_along_axis(self.scores, np.maximum(self.parents[:, 1:], 0), axis=1)
         return inside(np.exp(np.minimum(self.scores[:, 1:] - above, 0.0)))
 
     def along(self, chances: np.ndarray) -> np.ndarray:
@@ -45,12 +53,14 @@ class Nodes:
         A node is given no more than the nodes before it in the list have: any prefix of a draft is a tree, and a cut
         takes a prefix.
         """
-        path = np.ones((chances.shape[0], 1 + chances.shape[1]))
-        request = np.arange(chances.shape[0])
-        for node in range(1, path.shape[1]):
-            parent = np.maximum(self.parents[:, node], 0)
-            path[:, node] = path[request, parent] * chances[:, node - 1]
-        return np.minimum.accumulate(path[:, 1:], axis=1)
+        if self.chains:
+            return np.minimum.accumulate(np.multiply.accumulate(chances, axis=1), axis=1)
+        requests, nodes = chances.shape
+        path, request = np.ones((1 + nodes, requests)), np.arange(requests)
+        parents = np.maximum(self.parents.T, 0)
+        for node, chance in enumerate(np.ascontiguousarray(chances.T), 1):
+            np.multiply(path[parents[node], request], chance, out=path[node])
+        return np.minimum.accumulate(path[1:].T, axis=1)
 
 
 class ScoreMap:

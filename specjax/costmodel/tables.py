@@ -21,14 +21,13 @@ import numpy as np
 
 from specjax.costmodel import roofline
 from specjax.costmodel.facts import find as find_device
+from specjax.costmodel.grid import Grid, corners_of
 from specjax.costmodel.roofline import Setup
 from specjax.costmodel.shapes import drafter as drafter_shape
 from specjax.costmodel.shapes import target as target_shape
 from specjax.draft import PLAIN, DraftShape
 
 FORMAT = 1
-SOURCES = {"m": "measured", "c": "compiler", "r": "roofline", "p": "published"}
-_LETTERS = {name: letter for letter, name in SOURCES.items()}
 # How far a cell may be from the truth (a factor's logarithm), before a round has been seen.
 UNCERTAINTY = {"measured": 0.05, "compiler": 0.25, "roofline": 0.3, "published": 0.1}
 
@@ -85,93 +84,6 @@ class Provenance:
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
-    """Seconds over some axes, with the source of each cell as one letter.
-
-    Attributes:
-        axes: ascending coordinates, one tuple an axis.
-        seconds: the times.
-        sources: letters of `SOURCES`, of the same shape.
-    """
-
-    axes: tuple[tuple[float, ...], ...]
-    seconds: np.ndarray
-    sources: np.ndarray
-
-    def __post_init__(self):
-        shape = tuple(len(axis) for axis in self.axes)
-        if self.seconds.shape != shape or self.sources.shape != shape:
-            raise ValueError(f"a grid of {shape} cells has {self.seconds.shape} times, {self.sources.shape} sources")
-        if any(list(axis) != sorted(set(axis)) for axis in self.axes):
-            raise ValueError(f"coordinates must ascend, got {self.axes}")
-        if not (np.isfinite(self.seconds).all() and (self.seconds > 0).all()):
-            raise ValueError("times must be positive")
-        if any((np.diff(self.seconds, axis=a) < 0).any() for a in range(len(shape))):
-            raise ValueError("times must not fall as a coordinate grows; fit them with `isotonic.monotone`")
-        if unknown := set(self.sources.ravel().tolist()) - SOURCES.keys():
-            raise ValueError(f"unknown sources {sorted(unknown)}; known are {sorted(SOURCES)}")
-
-    def at(self, *point: Any) -> Any:
-        """Seconds at a point; coordinates may be arrays that broadcast."""
-        corners = [_place(np.asarray(axis, float), x) for axis, x in zip(self.axes, point, strict=True)]
-        total = 0.0
-        for choice in np.ndindex(*(2,) * len(corners)):
-            weight, index = 1.0, []
-            for (low, high, share), upper in zip(corners, choice, strict=True):
-                weight = weight * (share if upper else 1 - share)
-                index.append(high if upper else low)
-            total = total + weight * self.seconds[tuple(index)]
-        return total
-
-    def source(self, *point: float) -> str:
-        """Source of the nearest cell below each coordinate."""
-        index = tuple(int(_place(np.asarray(axis, float), x)[0]) for axis, x in zip(self.axes, point, strict=True))
-        return SOURCES[str(self.sources[index])]
-
-    def to_json(self) -> dict[str, Any]:
-        letters = set(self.sources.ravel().tolist())
-        flat = self.sources.reshape(-1, self.sources.shape[-1])
-        source = letters.pop() if len(letters) == 1 else ["".join(line) for line in flat.tolist()]
-        return {"us": _plain(_rounded(self.seconds * 1e6).tolist()), "source": source}
-
-    @classmethod
-    def from_json(cls, axes: tuple[tuple[float, ...], ...], given: Mapping[str, Any]) -> "Grid":
-        seconds = np.asarray(given["us"], float) / 1e6
-        source = given["source"]
-        letters = np.full(seconds.shape, source) if isinstance(source, str) else np.array([list(s) for s in source])
-        return cls(axes, seconds, letters.reshape(seconds.shape))
-
-    @classmethod
-    def of(cls, axes: tuple[tuple[float, ...], ...], seconds: Any, source: str) -> "Grid":
-        """A grid whose cells have one source."""
-        seconds = np.asarray(seconds, float)
-        return cls(axes, seconds, np.full(seconds.shape, _LETTERS[source]))
-
-
-def _place(axis: np.ndarray, x: Any) -> tuple[Any, Any, Any]:
-    """The cells around `x`, and the share of the upper one: above 1 past the end, 0 before the start."""
-    if len(axis) == 1:
-        zero = np.zeros(np.shape(x), int)
-        return zero, zero, np.zeros(np.shape(x))
-    low = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
-    share = np.maximum((np.asarray(x, float) - axis[low]) / (axis[low + 1] - axis[low]), 0.0)
-    return low, low + 1, share
-
-
-def _rounded(x: np.ndarray, digits: int = 4) -> np.ndarray:
-    """To significant digits; rounding keeps the order."""
-    scale = 10.0 ** (digits - 1 - np.floor(np.log10(x)))
-    return np.round(np.round(x * scale) / scale, 6)
-
-
-def _plain(values: Any) -> Any:
-    """Nested lists with whole numbers written as such: a third less of a file."""
-    if isinstance(values, list):
-        return [_plain(value) for value in values]
-    return int(values) if values == int(values) else values
-
-
-@dataclasses.dataclass(frozen=True)
 class Table:
     """Prices of whole rounds; see the module.
 
@@ -207,6 +119,20 @@ class Table:
             raise ValueError(f"the table of {self.provenance.target} has no draft times of {shape}")
         return self.draft[shape].at(batch, context)
 
+    def draft_times(self, shapes: Iterable[DraftShape], batch: float, context: float) -> np.ndarray:
+        """As `draft_time`, of several shapes at one point: grids over the same axes share the search for it."""
+        corners: dict[tuple, list[tuple[Any, tuple]]] = {}
+        found = []
+        for shape in shapes:
+            grid = self.draft.get(shape)
+            if grid is None:  # plain decoding, or a shape without times
+                found.append(self.draft_time(shape, batch, context))
+                continue
+            if grid.axes not in corners:
+                corners[grid.axes] = corners_of(grid.axes, (batch, context))
+            found.append(grid.mixed(corners[grid.axes]))
+        return np.array(found, float)
+
     def round_time(self, shape: DraftShape, batch: float, rows: Any, context: float) -> Any:
         """Seconds of a whole round that verifies `rows` rows in all."""
         return self.fixed + self.draft_time(shape, batch, context) + self.verify_time(batch, rows, context)
@@ -226,6 +152,10 @@ class Table:
     def uncertainty(self, shape: DraftShape = PLAIN, batch: float = 1, rows: float = 1, context: float = 512) -> float:
         """How far the price of a round may be off, as a logarithm: that of its least certain cell."""
         return max(UNCERTAINTY[name] for name in self.source(shape, batch, rows, context).split("+"))
+
+    def draft_uncertainty(self, shape: DraftShape, batch: float, context: float) -> float:
+        """As `uncertainty`, of the draft alone; 0 for plain decoding."""
+        return UNCERTAINTY[self.draft[shape].source(batch, context)] if shape.depth else 0.0
 
     def require(self, wanted: Provenance) -> "Table":
         """This table, if it holds for `wanted`.

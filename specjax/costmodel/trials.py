@@ -69,7 +69,7 @@ class Trials:
             entry = books.entry(menu[index]) + books.back(menu[index], len(view.rows))
             each = max(expected.seconds * max(1 - expected.rate / choice.rate, 0.0), NEGLIGIBLE * plain)
             # As many rounds as cost what the way in costs: at most twice the price of what is learned.
-            rounds = int(np.clip(round(entry / each), 1, LONGEST))
+            rounds = min(max(round(entry / each), 1), LONGEST)
             lost = entry + rounds * each
             if gain * MEMORY * choice.seconds - lost > worth:
                 found, worth, price, length = expected, gain * MEMORY * choice.seconds - lost, lost, rounds
@@ -99,10 +99,10 @@ class Trials:
         if books.fares is None:
             books.fares = OPENING * view.plain
         found, best = None, 0.0
+        most, rates = min(RIDE * view.plain, books.fares), view.whole.tolist()
         for index, shape in enumerate(books.menu[1:], 1):
-            cost = books.shadow(shape, view.quote)
-            if cost <= min(RIDE * view.plain, books.fares) and view.whole[index] > best:
-                found, best = shape, float(view.whole[index])
+            if rates[index] > best and books.shadow(shape, view.quote) <= most:
+                found, best = shape, rates[index]
         return found
 
 

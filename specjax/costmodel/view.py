@@ -1,7 +1,6 @@
 """The menu as it looks before a round: what each shape is expected to commit, and in what time."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -50,31 +49,27 @@ class View:
         self.forest, self.counts, self.rows, self.quote = forest, counts, rows, quote
         self.seconds, self.proposing = seconds, proposing
         self.levels = levels = reached(rates, proposing)
-        self.totals = forest.totals(levels)
-        self.full, nodes, part = forest.layout(len(rows), counts)
+        self._sums: dict[int, np.ndarray] = {}
+        requests, totals = len(rows), forest.totals(levels)
+        self.full, nodes, part = forest.layout(requests, counts)
         # A drafter that often has nothing to propose mostly runs a plain pass: its time is the mean of both.
-        self.live = np.ones(len(forest.of))
-        self.live[1:] = (proposing.sum(axis=1) / len(rows))[forest.curve]
-        bare = seconds[:, quote.least]
-        times = self.live[:, None] * seconds + ((1 - self.live) * bare)[:, None]
+        live = np.ones((len(forest.of), 1))
+        live[1:, 0] = (np.add.reduce(proposing, axis=1) / requests)[forest.curve]
+        self.times = times = live * seconds + (1 - live) * seconds[:, quote.least, None]
         # No set of nodes beats one that takes the best request's chances for all: exact where requests are alike.
         caps = np.zeros((len(times), forest.share.shape[1] + 1))
         if levels.size:
-            peaks = levels.max(axis=-1)[forest.depth, forest.of[:, None]] * forest.share
-            np.cumsum(peaks, axis=1, out=caps[:, 1:])
-        caps = (caps[:, nodes] * (1 - part) + caps[:, nodes + 1] * part) * len(rows)
-        self.whole = (len(rows) + self.totals) / times[np.arange(len(times)), self.full]
-        self.bounds = ((len(rows) + np.minimum(self.totals[:, None], caps)) / times).max(axis=1)
+            peaks = np.maximum.reduce(levels, axis=-1).take(forest.cells) * forest.share
+            np.add.accumulate(peaks, axis=1, out=caps[:, 1:])
+        caps = (caps.take(nodes, axis=1) * (1 - part) + caps.take(nodes + 1, axis=1) * part) * requests
+        self.whole = (requests + totals) / times[np.arange(len(times)), self.full]
+        bounds = (requests + np.minimum(totals[:, None], caps)) / times
+        self.bounds = np.maximum.reduce(bounds, axis=1)
 
     @property
     def plain(self) -> float:
         """Seconds of a plain round."""
         return float(self.seconds[0, self.quote.least])
-
-    def time(self, index: int, places: Any) -> Any:
-        """Expected seconds of a shape with some passes."""
-        live = self.live[index]
-        return live * self.seconds[index, places] + (1 - live) * self.seconds[index, self.quote.least]
 
     def best(self) -> tuple[Choice, tuple[int, float] | None]:
         """The choice of the highest rate, and the next best whole shape with its rate.
@@ -83,7 +78,7 @@ class View:
         has rows for if all requests did as well as the best. Where the bound of the next shape is no better than what
         was found, the search is over.
         """
-        order = np.argsort(-self.bounds, kind="stable").tolist()
+        order = (-self.bounds).argsort(kind="stable").tolist()
         found = self.choice(order[0])
         for index in order[1:]:
             if self.bounds[index] <= found.rate:
@@ -93,7 +88,7 @@ class View:
                 found = choice
         others = self.whole.copy()
         others[found.index] = 0.0
-        second = int(np.argmax(others))
+        second = int(others.argmax())
         return found, (second, float(others[second])) if others[second] > 0 else None
 
     def choice(self, index: int, place: int | None = None) -> Choice:
@@ -103,11 +98,17 @@ class View:
             return Choice(0, self.quote.least, float(requests), self.plain)
         full = int(self.full[index])
         if place is None or place <= self.quote.least:
-            places = np.arange(min(self.quote.least + 1, full), full + 1)
+            first, last = min(self.quote.least + 1, full), full + 1
         else:
-            places = np.array([min(place, full)])
-        times = self.time(index, places)
-        nodes = self.forest.nodes(index, self.levels)
-        tokens = allocate.expected(nodes, self.counts[places])
-        best = int(np.argmax(tokens / times))
-        return Choice(index, int(places[best]), float(tokens[best]), float(times[best]))
+            first = min(place, full)
+            last = first + 1
+        if index not in self._sums:
+            self._sums[index] = allocate.likeliest(self.nodes(index))
+        sums, times = self._sums[index], self.times[index, first:last]
+        tokens = requests + sums[np.minimum(self.counts[first:last] - requests, len(sums) - 1)]
+        best = int((tokens / times).argmax())
+        return Choice(index, first + best, float(tokens[best]), float(times[best]))
+
+    def nodes(self, index: int) -> np.ndarray:
+        """Chance of each node `[request, node]` of a drafted shape."""
+        return self.forest.nodes(index, self.levels[:, self.forest.of[index]])

@@ -180,3 +180,27 @@ def test_rounds_without_a_proposal_teach_how_often_there_is_one():
     assert live[:3].max() < 0.15
     assert live[3] > 0.8
     assert (rates(acceptance, 4) > before).all()
+
+
+def test_what_is_kept_between_questions_is_forgotten_when_it_changes():
+    """Rates that were asked for before are those of an estimate that was never asked."""
+    asked, fresh = Acceptance([CHAIN], 3, {"mtp": PRIOR}), Acceptance([CHAIN], 3, {"mtp": PRIOR})
+    rows, some = np.arange(3), np.array([0, 2])
+
+    def ask():
+        for which in (rows, some):
+            whole = asked.rates(which)
+            assert (asked.rates(which, curve=0) == whole[:, :1]).all()
+            assert (asked.rates(which, optimism=1.0) > whole).all()
+
+    for step in (
+        lambda one: one.observe(CHAIN, rows, np.full(3, 3), np.array([3, 0, 1])),
+        lambda one: one.age(),
+        lambda one: one.start(2, 1.0),
+        lambda one: one.observe(CHAIN, some, np.full(2, 3), np.array([0, 2])),
+    ):
+        ask()
+        for one in (asked, fresh):
+            step(one)
+        assert (asked.rates(rows) == fresh.rates(rows)).all()
+        fresh._asked = fresh._rates = None

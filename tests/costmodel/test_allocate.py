@@ -48,3 +48,14 @@ def test_nodes_without_a_chance_get_no_row():
 def test_equal_chances_keep_trees_whole():
     given = np.full((2, 3), 0.5)  # each child as likely as its parent
     assert sorted(allocate.budgets(given, 4).tolist()) in ([1, 3], [2, 2])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_of_equals_the_first_are_taken(seed):
+    """Chances that often agree: as a stable sort of all nodes shares them out, and no node goes before its parent."""
+    rng = np.random.default_rng(seed)
+    given = np.minimum.accumulate(rng.choice([0.0, 0.25, 0.5, 0.75], (5, 6), p=[0.1, 0.3, 0.3, 0.3]), axis=1)
+    for rows in range(5, 40):
+        order = np.argsort(-given, axis=None, kind="stable")[: rows - 5]
+        order = order[given.ravel()[order] > 0]
+        assert allocate.budgets(given, rows).tolist() == (1 + np.bincount(order // 6, minlength=5)).tolist()

@@ -73,3 +73,16 @@ def test_old_observations_fade():
     for _ in range(2000):
         scores.age(1 - 1 / 400)
     assert scores.chances("ngram", np.array([0]), chain(0.5))[0, 0] == pytest.approx(0.5, abs=0.05)
+
+
+def test_chains_are_reckoned_as_trees_are():
+    """Without looking up parents: what a tree of the same nodes has, to the last bit."""
+    rng = np.random.default_rng(0)
+    scores, parents = -np.cumsum(rng.random((4, 6)), axis=1), np.tile(np.arange(-1, 5), (4, 1))
+    plain = Nodes(scores, parents)
+    # A fifth draft that is no chain makes a tree of all.
+    other = Nodes(np.vstack([scores, scores[:1]]), np.vstack([parents, [[-1, 0, 0, 1, 1, 2]]]))
+    assert (plain.chains, other.chains) == (True, False)
+    assert (plain.chances == other.chances[:4]).all()
+    chances = rng.random((5, 5))
+    assert (plain.along(chances[:4]) == other.along(chances)[:4]).all()

@@ -7,8 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from specjax.costmodel import menu, tables
-from specjax.costmodel.build import KINDS, setups
+from specjax.costmodel import build, menu, tables
 from specjax.costmodel.facts import find
 from specjax.costmodel.isotonic import increasing, monotone
 from specjax.costmodel.roofline import Setup
@@ -172,9 +171,20 @@ def test_measured_then_shipped_then_roofline(tmp_path):
     assert "no draft times" in passed[0]
 
 
-@pytest.mark.parametrize("setup", setups(), ids=lambda s: f"{s.device.name}-{s.target.name}")
+@pytest.mark.parametrize("setup", build.setups(), ids=lambda s: f"{s.device.name}-{s.target.name}")
 def test_shipped_tables_are_what_the_command_writes(setup):
     path = tables.shipped(setup.device.name, setup.target.name)
-    made = tables.from_roofline(setup, menu.shapes(KINDS), made_by="python -m specjax.costmodel.build")
-    assert json.loads(path.read_text()) == made.to_json()
+    assert json.loads(path.read_text()) == build.table(setup).to_json()
     assert path.stat().st_size < 16000
+
+
+@pytest.mark.parametrize("point", [(1, 100.0), (3, 700.0), (64, 4096.0), (700, 90000.0)])
+def test_draft_times_of_a_menu_are_those_of_its_shapes(table, point):
+    """Also where a grid has axes of its own."""
+    odd = Grid.of(((1, 5), (300, 9000)), [[1.0, 2.0], [3.0, 5.0]], "measured")
+    own = dataclasses.replace(table, draft={**table.draft, SHAPES[2]: odd})
+    assert own.draft_times(SHAPES, *point).tolist() == [own.draft_time(shape, *point) for shape in SHAPES]
+    for shape in SHAPES:
+        passes = own.uncertainty(batch=point[0], rows=point[0], context=point[1])
+        whole = own.uncertainty(shape, point[0], point[0], point[1])
+        assert max(passes, own.draft_uncertainty(shape, *point)) == whole
