@@ -60,6 +60,8 @@ class Bench(flags.EngineFlags):
     """Write all figures here."""
     plot: Annotated[str | None, flags.text("FILE.png")] = None
     """Draw acceptance length and ratio by category."""
+    metrics: Annotated[str | None, flags.text("FILE.prom")] = None
+    """Write what the engines have counted in the last repeat here, in Prometheus' text format."""
 
     def run(self) -> int:
         """Measure, print, write; 1 if tokens differ that must not."""
@@ -112,6 +114,7 @@ class Bench(flags.EngineFlags):
             report.write_json(found, Path(self.json))
         if self.plot is not None:
             report.write_plot(found, Path(self.plot))
+        flags.write_metrics(self.metrics, engines)
         report.show(found)
         for drafter in found["drafters"]:
             if drafter["planner"] is not None:
@@ -143,9 +146,7 @@ class Bench(flags.EngineFlags):
 
     def _check_outputs(self) -> None:
         """Refuse what cannot be written before anything is measured."""
-        for path in (self.json, self.plot):
-            if path is not None and not Path(path).absolute().parent.is_dir():
-                raise ValueError(f"cannot write {path}: its folder does not exist")
+        flags.check_outputs(self.json, self.plot, self.metrics)
         if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'specjax[plot]'")
 

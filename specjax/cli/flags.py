@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -150,6 +150,23 @@ def unprobed(drafters: Sequence[DrafterConfig]) -> list[DrafterConfig]:
         kinds = ", ".join(drafter.kind for drafter in drafters) or "none"
         raise ValueError(f"--no-probe is for learned drafters, whose files declare a wiring; not for: {kinds}")
     return [new or old for new, old in zip(without, drafters, strict=True)]
+
+
+def check_outputs(*paths: str | None) -> None:
+    """Refuse files that cannot be written, before anything is loaded; None is a file that nobody wants."""
+    for path in paths:
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"cannot write {path}: its folder does not exist")
+        if path is not None and Path(path).is_dir():
+            raise ValueError(f"cannot write {path}: it is a folder")
+
+
+def write_metrics(path: str | None, engines: Mapping[str, "Engine"]) -> None:
+    """Write what engines have counted for Prometheus, if there is a path."""
+    if path is not None:
+        from specjax.engine import metrics
+
+        metrics.write(Path(path), engines)
 
 
 def load_engine(run: RunConfig, *, quiet: bool) -> "Engine":

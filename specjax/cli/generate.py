@@ -41,6 +41,8 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
     `per_position` is the share of rounds in which the first, the second, ... draft was accepted."""
     explain: bool = False
     """With drafter auto: say what its planner expected of the rounds, what they were, and each change of shape."""
+    metrics: Annotated[str | None, flags.text("FILE.prom")] = None
+    """Write what the engine and its planner have counted here, in Prometheus' text format."""
     stream: bool = False
     """Print text as it comes, even where stdout is no terminal."""
     no_stream: bool = False
@@ -57,6 +59,7 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
         run, params = self.run_config(self.named_drafter()), self.params()
         if self.explain and run.drafter.kind != "auto":
             raise ValueError(f"--explain is about a planner, and drafter '{run.drafter.kind}' has none: use 'auto'")
+        flags.check_outputs(self.metrics)
         if self.prompts is not None:
             conversations = prompts.read(self.prompts)
         else:
@@ -69,7 +72,7 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
         if streams:
             result = stream(engine, conversations[0].turns[0], params, raw=self.raw)
             flags.note(summary(result))
-            self._explain(engine)
+            self._account(engine)
             return 0
         for conversation, turn, result in prompts.answered(engine, conversations, params, raw=self.raw):
             found = to_dict(result)
@@ -77,10 +80,11 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
                 found |= {"line": conversation.line, "turn": turn}
             print(json.dumps(found, ensure_ascii=False) if self.json else result.text, flush=True)
             flags.note(summary(result))
-        self._explain(engine)
+        self._account(engine)
         return 0
 
-    def _explain(self, engine: "Engine") -> None:
+    def _account(self, engine: "Engine") -> None:
+        flags.write_metrics(self.metrics, {engine.describe()["drafter"]: engine})
         if self.explain and engine.pilot is not None:
             flags.note("\n".join(explain.lines(engine.pilot.report())))
 

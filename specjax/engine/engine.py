@@ -24,6 +24,8 @@ from specjax.draft import PLAIN
 from specjax.drafters.base import Drafter
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.accept import resolve_rule
+from specjax.engine.counters import Counters
+from specjax.engine.describe import describe
 from specjax.engine.layout import MAX_BIAS, MAX_EOS, Layout
 from specjax.engine.pilot import Pilot
 from specjax.engine.prefill import Insertion
@@ -34,7 +36,7 @@ from specjax.engine.request import Chunk, Request, Result, Timing, logprob_entri
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.state import FINISH_REASON, RUNNING, Emitted, State
 from specjax.engine.step import Stage
-from specjax.engine.text import NoText, TextStream
+from specjax.engine.text import TextStream
 from specjax.pallas_kernels import dispatch
 from specjax.sampling import SamplingParams
 from specjax.targets.decoder import Target, check_taps
@@ -100,6 +102,7 @@ class Engine:
         self._mail: dict[int, deque[tuple[int, Chunk]]] = {}
         self._submitted = 0
         self._live: np.ndarray | None = None
+        self.counters = Counters()
         self._table = table
         self.pilot = self._make_pilot()
         if config.warmup:
@@ -149,12 +152,12 @@ class Engine:
         Returns:
             Whether there was such a request. One that has ended, was aborted before or never existed is none.
         """
-        if self.scheduler.forget(index):
-            return True
-        row = next((row for row, request in self.scheduler.running.items() if request.index == index), None)
-        if row is None:
-            return False
-        self._release(row)
+        if not self.scheduler.forget(index):
+            row = next((row for row, request in self.scheduler.running.items() if request.index == index), None)
+            if row is None:
+                return False
+            self._release(row)
+        self.counters.finished["abort"] += 1
         return True
 
     @property
@@ -253,7 +256,7 @@ class Engine:
             yield chunk
 
     def reset(self) -> None:
-        """Forget what requests have left behind (drafters' memories, request numbers, the planner's experience).
+        """Forget what requests have left behind (drafters' memories, counters, numbers, the planner's experience).
 
         Nothing is compiled.
 
@@ -263,26 +266,12 @@ class Engine:
         if self.busy:
             raise RuntimeError("reset with requests waiting or running would lose them; finish them first")
         self._state, self._live, self._submitted = self.programs.initial(), None, 0
+        self.counters = Counters()
         self.pilot = self._make_pilot()
 
     def describe(self) -> dict:
         """What this engine is made of."""
-        c = self.target.config
-        weights = jax.tree.leaves(self.params["target"])
-        cache = self._state.cache
-        return {
-            "target": self.config.target,
-            "drafter": self.drafter.kind if self.drafter is not None else "none",
-            "shape": dataclasses.asdict(self.programs.stage.shape),
-            "accept": self.programs.stage.rule,
-            "dtype": str(weights[0].dtype),
-            "device": str(jax.devices()[0].device_kind),
-            "batch": self.config.batch,
-            "context": self.config.context,
-            "programs": self.programs.count,
-            "weights_bytes": sum(x.nbytes for x in weights),
-            "kv_bytes_per_token": 2 * c.num_layers * c.num_kv_heads * c.head_dim * cache.k[0].dtype.itemsize,
-        }
+        return describe(self)
 
     # ---------------------------------------------------------------- inside
 
@@ -378,7 +367,7 @@ class Engine:
                 break
             row, request, pages = started
             request.started = time.perf_counter()
-            self._texts[row] = self._text_stream(request.params)
+            self._texts[row] = TextStream.of(self.tokenizer, request.params)
             self._state = self.programs.insert(self._state, row, self._insertion(request, limit, pages))
             emitted = None
             for start, size in self.programs.chunks(len(request.prompt)):
@@ -387,10 +376,12 @@ class Engine:
                 self.pilot.admitted(row, request.params.temperature)
             events += self._take(row, jax.device_get(emitted), 0, drafted=None)
             self._live = None
+        self.counters.begin()
         return events
 
     def _collect(self, emitted: Emitted, live: np.ndarray) -> list[tuple[int, Chunk]]:
         """Hand the tokens of a round to their requests."""
+        self.counters.round()
         events = []
         for row in list(self.scheduler.running):
             if emitted.counts[row]:
@@ -413,6 +404,7 @@ class Engine:
         else:
             request.spec.add_round(drafted=drafted, accepted=len(kept) - 1)
         request.last_token = now
+        self.counters.took(request, len(kept), drafted)
         finish = int(emitted.finish[index])
         if finish == RUNNING and not delta.finished:
             return [(request.index, Chunk(delta.text, kept))]
@@ -424,6 +416,7 @@ class Engine:
             tail = self._texts[row].finish()
             text, self.scheduler.running[row].text = text + tail, self.scheduler.running[row].text + tail
         request = self._release(row)
+        self.counters.finished[reason] += 1
         result = Result(
             text=request.text,
             token_ids=request.token_ids,
@@ -493,14 +486,3 @@ class Engine:
             own = np.arange(self.layout.row_pages, dtype=np.int32) + 1
             pages = np.zeros_like(own) if row is None else own + row * self.layout.row_pages
         return self._insertion(Request(prompt=[0], params=SamplingParams(seed=0), index=0), 1, pages)
-
-    def _text_stream(self, params: SamplingParams) -> TextStream:
-        if self.tokenizer is None:
-            return TextStream(NoText())
-        return TextStream(
-            self.tokenizer.backend,
-            params.stop,
-            include_stop=params.include_stop,
-            min_tokens=params.min_tokens,
-            stop_token_ids=params.stop_token_ids,
-        )

@@ -50,6 +50,7 @@ class Pilot:
 
     Attributes:
         planner: who decides.
+        host_s: seconds that its thinking has taken: `decide`, `fit` (cut a draft by its scores), `learn`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Pilot:
         self._standing: Standing | None = None
         self._followed: list[Followed] = []
         self._since = 0.0
+        self.host_s = {"decide": 0.0, "fit": 0.0, "learn": 0.0}
 
     def admitted(self, row: int, temperature: float) -> None:
         """A request was prefilled: all drafters know its prompt, and the draft that stood is gone."""
@@ -107,6 +109,7 @@ class Pilot:
         now = self.clock()
         for kind, waiting in self._waiting.items():
             waiting[rows] = 0 if kind in following.caught_up else waiting[rows] + emitted.counts[rows]
+        learning = time.perf_counter()
         # The time since the last round ended holds this round's pass and the next one's draft: exchange the drafts.
         self.planner.observe(
             decision,
@@ -118,6 +121,7 @@ class Pilot:
             accepted=np.maximum(emitted.counts[rows] - 1, 0),
         )
         self._learn(emitted)
+        self._thought("learn", learning)
         self._standing, self._since = following, now
         return state, emitted, verified
 
@@ -127,11 +131,16 @@ class Pilot:
 
     # ---------------------------------------------------------------- inside
 
+    def _thought(self, what: str, began: float) -> None:
+        self.host_s[what] += time.perf_counter() - began
+
     def _draft(
         self, params: Any, state: State, rows: np.ndarray, context: float, running: np.ndarray
     ) -> tuple[State, Standing]:
         """Decide, and dispatch the draft; `running` are the rows that the device may be committing meanwhile."""
+        began = time.perf_counter()
         decision = self.planner.decide(rows, context)
+        self._thought("decide", began)
         drafted = decision.shadow or decision.shape
         caught_up = set()
         for kind, waiting in self._waiting.items():
@@ -154,6 +163,7 @@ class Pilot:
         shape = decision.shadow or decision.shape
         if not shape.depth:
             return dataclasses.replace(decision, budgets=verified[rows]), verified
+        began = time.perf_counter()
         live = np.maximum(standing.live[rows], 1)
         tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
         nodes = Nodes(scores, parents)
@@ -162,6 +172,7 @@ class Pilot:
         shadow = decision.shadow is not None and not decision.ride
         self._followed.append(Followed(shape, rows, live, tokens, nodes, shadow=shadow))
         verified[rows] = np.minimum(live, decision.budgets)
+        self._thought("fit", began)
         return decision, verified
 
     def _learn(self, emitted: Emitted) -> None:

@@ -6,7 +6,10 @@ not depend on how many tokens a round emits: streamed text joined is the text th
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from specjax.sampling import SamplingParams
 
 REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that are no character, or none yet
 
@@ -68,6 +71,19 @@ class TextStream:
         self._held = ""  # text that may be the beginning of a stop string
         self._count = 0
         self._matched: str | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any, params: "SamplingParams") -> "TextStream":
+        """The text of a request with some parameters; without a tokenizer it has none."""
+        if tokenizer is None:
+            return cls(NoText())
+        return cls(
+            tokenizer.backend,
+            params.stop,
+            include_stop=params.include_stop,
+            min_tokens=params.min_tokens,
+            stop_token_ids=params.stop_token_ids,
+        )
 
     def push(self, ids: Iterable[int]) -> TextDelta:
         """Take in the tokens of a round, of a chunk or of a whole answer."""

@@ -6,7 +6,9 @@ import pytest
 
 from specjax.cli import flags, machine
 from specjax.config import RunConfig
+from specjax.engine.counters import Counters
 from specjax.engine.request import Chunk, Result, SpecStats, Timing, TokenLogprob
+from specjax.engine.scheduler import Scheduler
 
 PLAIN_STEP = 0.01  # seconds a round
 
@@ -22,6 +24,7 @@ class FakeEngine:
         self.forgot = 0
         self.drafters: list = []
         self.pilot = FakePilot() if run is not None and run.drafter.kind == "auto" else None
+        self.counters, self.scheduler = Counters(), Scheduler(1, None, 0)
         self.drafter, self.target, self.params, self.config = None, None, {"target": None, "drafter": None}, run
 
     def with_drafter(self, drafter, *, quiet=True, **overrides):
@@ -35,6 +38,7 @@ class FakeEngine:
 
     def reset(self):
         self.forgot += 1
+        self.counters = Counters()
 
     def describe(self):
         return {
@@ -69,6 +73,8 @@ class FakeEngine:
             accepted = min(self.accepts, left - 1)
             spec.add_round(drafted=self.accepts, accepted=accepted)
             left -= accepted + 1
+        self.counters.spec.merge(spec)
+        self.counters.tokens += len(text)
         shift = self.offset if self.run.drafter.kind != "none" else 0
         ids = [ord(letter) + shift for letter in text]
         logprobs = [TokenLogprob(token=i, logprob=-0.5, rank=1, top=((i, -0.5),)) for i in ids]

@@ -5,6 +5,7 @@ from dataclasses import asdict
 
 import jax.numpy as jnp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support import heads, toy
 
 from specjax.cli import bench, report
@@ -241,12 +242,28 @@ def test_plot(prompt_set, engines):
     assert {p.name for p in path.parent.iterdir()} == {"set.jsonl", "out.png"}
 
 
+def test_metrics_are_of_the_last_repeat_by_drafter(prompt_set, engines, tmp_path):
+    path = tmp_path / "out.prom"
+    run(prompt_set, "--drafters", "none,suffix", "--repeats", "3", "--metrics", str(path))
+    families = {family.name: family for family in text_string_to_metric_families(path.read_text())}
+
+    def values(name):
+        return {sample.labels["engine"]: sample.value for sample in families[name].samples}
+
+    tokens = len("hello") + len("hippopotamus") + len("hi")
+    assert values("specjax_generated_tokens") == {"none": tokens, "suffix": tokens}
+    # Runs of three accepted drafts and a token, the last run shorter.
+    assert values("specjax_request_rounds") == {"none": tokens - 3, "suffix": 1 + 3 + 1}
+    assert values("specjax_accepted_tokens") == {"none": 0, "suffix": tokens - 3 - 5}
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--limit", "0"], "--limit must be at least 1"),
         (["--json", "nowhere/out.json"], "its folder does not exist"),
+        (["--metrics", "nowhere/out.prom"], "its folder does not exist"),
         (["--drafters", "ngram,ngram"], "names one twice"),
         (["--drafters", "ngrm"], "did you mean 'ngram'"),
         (["--drafters", "nowhere.yaml"], "cannot read nowhere.yaml"),

@@ -5,8 +5,11 @@ import json
 import sys
 
 import pytest
-from support import checkpoints
+from prometheus_client.parser import text_string_to_metric_families
+from support import checkpoints, tables
+from support.text import byte_level
 
+from specjax.cli import flags
 from specjax.cli.main import main
 
 TOP = ["text", "token_ids", "finish_reason", "usage", "spec", "timing"]
@@ -116,6 +119,8 @@ def test_no_probe(argv, engines):
         (["hi", "-o", "drafter.k=3", "--drafter", "ngram"], "unknown key 'drafter.k'"),
         (["hi", "--drafter", "ngram", "--speculative-config", "{}"], "both name a drafter"),
         (["hi", "--drafter", "ngram", "--no-probe"], "--no-probe is for learned drafters"),
+        (["hi", "--metrics", "nowhere/out.prom"], "cannot write nowhere/out.prom: its folder does not exist"),
+        (["hi", "--metrics", "/"], "cannot write /: it is a folder"),
     ],
 )
 def test_refused_before_anything_loads(argv, words, engines, capsys):
@@ -130,3 +135,30 @@ def test_a_drafters_path_takes_its_own_options(engines, tmp_path):
     assert main(["generate", "hi", "--drafter", str(head), "-o", "drafter.topk=2", "-o", "drafter.rows=6"]) == 0
     drafter = engines.made[0].run.drafter
     assert (drafter.kind, drafter.model, drafter.topk, drafter.rows) == ("eagle3", str(head), 2, 6)
+
+
+def test_metrics_are_those_of_the_answers(monkeypatch, capsys, tmp_path):
+    """A tiny engine of its own in place of the stand-in: what it wrote is what it answered."""
+    engine = tables.engine(drafts=tables.scripts([[0] * 40], 3), tokenizer=byte_level([b"a", b"b"]))
+    engine.reset()
+    monkeypatch.setattr(engine, "encode", lambda prompt, *, raw=False: [1, 0, 1])
+    monkeypatch.setattr(flags, "load_engine", lambda run, *, quiet: engine)
+    path = tmp_path / "out.prom"
+    argv = ["generate", "hi", "--metrics", str(path), "--max-tokens", "20"]
+    assert main([*argv, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    found = {
+        sample.name: sample
+        for family in text_string_to_metric_families(path.read_text())
+        for sample in family.samples
+        if set(sample.labels) == {"engine"}
+    }
+    assert {sample.labels["engine"] for sample in found.values()} == {engine.drafter.kind}
+    assert found["specjax_generated_tokens_total"].value == len(answer["token_ids"]) == 20
+    assert found["specjax_accepted_tokens_total"].value == answer["spec"]["accepted"] > 0
+    assert found["specjax_request_rounds_total"].value == answer["spec"]["rounds"]
+    assert found["specjax_decode_tokens_per_second"].value > 0
+    assert main([*argv, "--stream"]) == 0
+    assert "specjax_generated_tokens_total{engine=" in path.read_text()
+    assert engine.counters.tokens == 40
+    assert list(tmp_path.iterdir()) == [path]
