@@ -1,8 +1,9 @@
-"""Bytes that a Pallas TPU kernel copies, counted from the traced kernel.
+"""Bytes that a Pallas kernel moves, counted from the traced kernel.
 
 The scalar half of a kernel (loop bounds, page numbers, semaphore turns) decides which copies it starts. `count` runs
 that half alone, with numpy, for given scalar operands, and adds up the sizes of the copies; vectors are skipped. It
-sees what is in the kernel, not what its `CostEstimate` claims.
+sees what is in the kernel, not what its `CostEstimate` claims. Of a Triton kernel the loads and stores are added up,
+whole blocks of them, whatever their masks leave out; several programs may find the same bytes in a cache.
 """
 
 import collections
@@ -10,11 +11,12 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.pallas import triton as pltriton
 
 UNKNOWN = object()  # a vector, or a scalar that depends on one
 
@@ -49,10 +51,15 @@ def count(function: Callable, *args: Any, scalars: Sequence[np.ndarray]) -> Traf
     Raises:
         ValueError: not exactly one kernel, or a copy that depends on more than the scalars.
     """
-    calls = list(_find(jax.make_jaxpr(function)(*args).jaxpr))
+    calls = list(kernels(function, *args))
     if len(calls) != 1:
         raise ValueError(f"expected one pallas_call, found {len(calls)}")
     return _Kernel(calls[0], scalars).run()
+
+
+def kernels(function: Callable, *args: Any) -> Iterator[Any]:
+    """The `pallas_call`s that `function(*args)` traces to."""
+    yield from _find(jax.make_jaxpr(function)(*args).jaxpr)
 
 
 def _find(jaxpr: Any):
@@ -100,12 +107,14 @@ _NUMPY = {
     "sign": lambda a: (a > 0) - (a < 0),
     "not": lambda a: not a,
 }
+_BLOCKS = ("masked_load", "masked_swap")  # what a Triton kernel loads and stores
 _SAME = ("convert_element_type", "multiple_of", "squeeze", "reshape", "broadcast_in_dim", "copy")
 
 
 class _Kernel:
     def __init__(self, eqn: Any, scalars: Sequence[np.ndarray]):
         self.jaxpr, self.mapping = eqn.params["jaxpr"], eqn.params["grid_mapping"]
+        self.triton = isinstance(eqn.params["compiler_params"], pltriton.CompilerParams)
         self.traffic, self.names, self.effects = Traffic(), {}, {}
         self.scalars = [np.array(x) for x in scalars]
         self.point: tuple[int, ...] = ()
@@ -122,7 +131,8 @@ class _Kernel:
         for point in itertools.product(*(range(n) for n in self.mapping.grid)):
             self.point = point
             self.evaluate(self.jaxpr, dict(refs), ())
-        self.blocks()
+        if not self.triton:
+            self.blocks()
         return self.traffic
 
     @staticmethod
@@ -171,6 +181,11 @@ class _Kernel:
         unknown = [UNKNOWN] * len(eqn.outvars)
         if name == "dma_start":
             self.copy(eqn, args)
+            return unknown
+        if name in _BLOCKS:
+            ref, (block,) = args[0][1], (var.aval for var in eqn.outvars)
+            side = self.traffic.read if name == "masked_load" else self.traffic.written
+            side[self.names.get(ref, str(ref))] += math.prod(block.shape) * block.dtype.itemsize
             return unknown
         if name in ("get", "swap"):
             return [self.access(eqn, args)]
@@ -234,7 +249,7 @@ class _Kernel:
         """Whether a jaxpr copies, or sets an SMEM reference."""
         if jaxpr not in self.effects:
             self.effects[jaxpr] = any(
-                eqn.primitive.name == "dma_start"
+                eqn.primitive.name in ("dma_start", *_BLOCKS)
                 or (eqn.primitive.name == "swap" and _space(eqn.invars[0]) == "smem")
                 or any(self.matters(inner) for inner in _inner(eqn))
                 for eqn in jaxpr.eqns

@@ -1,6 +1,5 @@
 """The fused step against the ordinary one: rows, taps, cache and greedy ids; and what it copies."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from support.fused import check, close, make
 from support.toy import tiny_config
 
 from specjax.cache import KVCache
@@ -18,10 +18,10 @@ from specjax.pallas_kernels.decode_step.weights import Plan, Weights, pack, prod
 from specjax.pallas_kernels.tree_attention import cases
 from specjax.pallas_kernels.tree_attention.cases import Case
 from specjax.pallas_kernels.tree_attention.tpu_request import bounds_of
-from specjax.targets import decoder, fused, rope
+from specjax.targets import fused, rope
 
 SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}  # of the largest value of what is compared
+RUNS = reference.decode_step, functools.partial(tpu.decode_step, interpret=SIMULATED, block=128)
 
 CONFIGS = {
     "toy": tiny_config(max_position_embeddings=1024),
@@ -37,62 +37,8 @@ DENSE = Case((300, 15), (7, 3), 7, fill=cases.NAN)
 ONE = Case((511,), (1,), 1, slots=768, fill=cases.NAN)
 
 
-def make(name, case, dtype):
-    """A decoder with norms that are not all ones, and the arguments of a pass over a case's rows and cache."""
-    config = CONFIGS[name]
-    target, params = decoder.build(config, jnp.dtype(dtype))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(
-        lambda x: x * 3 if x.ndim > 1 else (x + 0.1 * rng.normal(size=x.shape)).astype(x.dtype), params
-    )
-    sizes = {"heads": config.num_heads, "groups": config.num_kv_heads, "dim": config.head_dim, "dtype": dtype}
-    inputs = cases.build(dataclasses.replace(case, **sizes))
-    *_, k, v, table, committed, rows = inputs.args
-    rows = dataclasses.replace(rows, tokens=rng.integers(0, config.vocab_size, rows.tokens.shape).astype(np.int32))
-    # Layers hold different values: the second one's are the first one's negated, and so on.
-    layers = [(k * (-1) ** i, v * (-1) ** i) for i in range(config.num_layers)]
-    cache = KVCache(k=tuple(k for k, _ in layers), v=tuple(v for _, v in layers), table=table)
-    return target, params, rows, cache, committed, inputs.live
-
-
-def check(name, case, dtype="float32", taps=(0, 1)):
-    target, params, rows, cache, committed, live = make(name, case, dtype)
-    want = jax.jit(target.forward, static_argnums=4)(params, rows, cache, committed, taps)
-    one, cut = fused.fuse(target, params)
-    cos, sin = rope.cos_sin(target.config.rope, target.config.head_dim, rows.positions, 1024)
-    stacked = np.stack(cache.k), np.stack(cache.v)
-    args = cut["fused"], one.embed(cut, rows.tokens), cos, sin, *stacked, cache.table, committed, rows
-    for run in (reference.decode_step, functools.partial(tpu.decode_step, interpret=SIMULATED, block=128)):
-        hidden, tapped, k, v = jax.jit(functools.partial(run, one.plan, taps=taps))(*args)
-        close(hidden[live], want.hidden[live], dtype)
-        if taps:
-            close(tapped[live], want.taps[live], dtype)
-        ids = [jnp.argmax(t.logits(p, h), -1) for t, p, h in ((one, cut, hidden), (target, params, want.hidden))]
-        np.testing.assert_array_equal(ids[0][live], ids[1][live])
-        for got, expected, before in zip((k, v), (want.cache.k, want.cache.v), stacked, strict=True):
-            kept(got, np.stack(expected), before, rows, cache.table, live, dtype)
-
-
-def close(got, want, dtype):
-    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
-    assert np.abs(got - want).max() <= TOLERANCE[dtype] * max(1, np.abs(want).max())
-
-
-def kept(got, want, before, rows, table, live, dtype):
-    """Live rows are stored as the ordinary step does; every other slot is as it was, to the bit."""
-    written = np.zeros(got.shape[1:4:2], bool)
-    for request, slot in zip(np.asarray(rows.request)[live], np.asarray(rows.slots)[live], strict=True):
-        page = request if table is None else table[request, slot // got.shape[3]]
-        written[page, slot % got.shape[3]] = True
-    stored = np.asarray(got).transpose(1, 3, 0, 2, 4)
-    close(stored[written], np.asarray(want).transpose(1, 3, 0, 2, 4)[written], dtype)
-    # In float32, which holds every bfloat16: numpy knows no NaN of that type.
-    others = (x[~written].astype(np.float32) for x in (stored, before.transpose(1, 3, 0, 2, 4)))
-    np.testing.assert_array_equal(*others)
-
-
 def test_interpreted_equals_the_ordinary_step():
-    check("toy", RAGGED)
+    check(RUNS, CONFIGS["toy"], RAGGED)
 
 
 @pytest.mark.slow
@@ -109,13 +55,13 @@ def test_interpreted_equals_the_ordinary_step():
     ids=str,
 )
 def test_interpreted_equals_the_ordinary_step_everywhere(name, case, dtype, taps):
-    check(name, case, dtype, taps)
+    check(RUNS, CONFIGS[name], case, dtype, taps)
 
 
 @pytest.mark.slow
 def test_interpreted_int8_equals_its_reference():
     """The same rounded weights on both sides; the model itself is another one than in bfloat16."""
-    target, params, rows, cache, committed, live = make("qwen3", RAGGED, "bfloat16")
+    target, params, rows, cache, committed, live = make(CONFIGS["qwen3"], RAGGED, "bfloat16")
     one, cut = fused.fuse(target, params, int8=True)
     assert cut["fused"].tiles.dtype == jnp.int8
     cos, sin = rope.cos_sin(target.config.rope, target.config.head_dim, rows.positions, 1024)
@@ -192,7 +138,7 @@ def abstract(plan, batch, width, slots, committed):
 
 
 def test_what_the_kernel_does_not_have_is_declined():
-    target, params, rows, cache, committed, _ = make("toy", Case((4,), (40,), 40), "float32")
+    target, params, rows, cache, committed, _ = make(CONFIGS["toy"], Case((4,), (40,), 40), "float32")
     one, cut = fused.fuse(target, params)
     stacked = KVCache(k=(np.stack(cache.k),), v=(np.stack(cache.v),))
     with pytest.raises(NotImplementedError, match="40 rows of a request, of 32"):
