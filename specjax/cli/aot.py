@@ -107,12 +107,12 @@ def in_a_process(chip: str, *options: str, module: str = "specjax.cli.aot") -> I
 def worker(name: str, short: bool) -> None:
     """Print a line of JSON for everything that is compiled for a chip."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from specjax.pallas_kernels import aot, aot_decode, aot_gpu
+    from specjax.pallas_kernels import aot, aot_decode, aot_decode_gpu, aot_gpu
 
     if name in aot_gpu.CHIPS:
         aot_gpu.prepare()
         gpu = aot_gpu.CHIPS[name]
-        for job in aot_gpu.jobs(gpu, short):
+        for job in [*aot_gpu.jobs(gpu, short), *aot_decode_gpu.jobs(gpu.platform, short)]:
             print(json.dumps(attempt(name, job, lambda job=job: aot_gpu.run(job, gpu))), flush=True)
         return
     chip = aot.CHIPS[name]

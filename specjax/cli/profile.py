@@ -196,9 +196,14 @@ class Profile(flags.EngineFlags):
         work = _work(device, sizes, dtype, shape, batch, batch * shape.rows, context, fused)
         rows, notes = [], []
         if self.op == "decode_step" and device.platform != "tpu":
-            raise ValueError(f"decode_step has no kernel for {device.name}: there the layers are XLA's; op spec_step")
+            raise ValueError(
+                f"op decode_step: on {device.name} the step is several kernels, see 'specjax aot'; take op spec_step"
+            )
         if fused and device.platform != "tpu":
-            raise ValueError(f"--decode-step fused: there is no fused step for {device.name}, take xla")
+            raise ValueError(
+                f"--decode-step fused: rounds with it are not compiled for {device.name}, only its kernels, by "
+                "'specjax aot': take xla"
+            )
         if self.roofline:
             notes.append("the roofline alone, as asked for: nothing was compiled")
         elif missing := compiler_missing(device.name):

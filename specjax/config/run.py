@@ -23,8 +23,8 @@ class RunConfig(Strict):
         page_size: tokens of a cache page; None keeps each request in one page.
         kernels: `auto` takes Pallas kernels where the platform has them and plain JAX elsewhere; `pallas` refuses a
             platform without; `reference` is plain JAX everywhere; `interpret` simulates kernels, to look for faults.
-        decode_step: `fused` runs the target's layers as one op, one kernel on a TPU, over weights cut into tiles; `xla`
-            compiles them one by one. `auto` is `xla` until a chip has shown that the other pays.
+        decode_step: `fused` runs the target's layers as one op over weights cut into tiles: one kernel on a TPU, five a
+            layer on a GPU; `xla` compiles them one by one. `auto` is `xla` until a chip has shown that the other pays.
         quantization: `int8` rounds the layers' matrices of the fused step to 8 bits, a scale for each output.
         accept: the accept rule; `auto` takes the one that fits the drafts.
         draft_sampling: `deterministic` candidates (same seed, same text, with any drafter), or drafts `sampled` from q.

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding, use_abstract_mesh
 
+from specjax.pallas_kernels import traffic
 from specjax.pallas_kernels.aot import Job
 
 
@@ -79,6 +80,7 @@ device_description_str: "{kind}"
 
 
 BOTH = ("mosaic_gpu", "triton")
+COUNTED = ("decode_qkv", "decode_out", "decode_gate_up")  # kernels whose loads and stores no value decides
 KIB = 2**10
 # Figures: the makers' data sheets and architecture papers.
 CHIPS = {
@@ -175,6 +177,8 @@ def run(job: Job, chip: Chip) -> dict[str, Any]:
         "compile_s": round(time.perf_counter() - started, 1),
         "roofline_us": round(job.needed / chip.bandwidth * 1e6, 1),
     }
+    if job.kernel in COUNTED:
+        row["copied_bytes"] = traffic.count(job.function, *job.args, scalars=()).total
     if row["spill_bytes"] and job.kernel is not None:  # what XLA's own kernels spill is no fault of ours
         row["error"] = f"{row['spill_bytes']} bytes of registers spilled to memory"
     return row
