@@ -121,7 +121,7 @@ class Case:
 
 
 def jobs(chip: Chip | aot_gpu.Chip) -> list[Job]:
-    """Rounds with n-gram drafts for the models that fit the chip's memory; on TPUs fused too, which GPUs have not."""
+    """Rounds with n-gram drafts for the models that fit the chip's memory; on TPUs fused too."""
     names = ("Llama-3.1-8B", "Qwen3-8B") if chip.memory > 20e9 else ("Llama-3.2-3B",)
     steps = (False, True) if chip.platform == "tpu" else (False,)
     return [job(Case(name, MODELS[name], fused=one)) for name in names for one in steps]
@@ -174,7 +174,9 @@ def kernel_jobs(case: Case, chip: Chip | aot_gpu.Chip, committed: int) -> dict[s
     c, rows = case.model, case.drafts + 1
     if case.fused:
         if not isinstance(chip, Chip):
-            raise ValueError(f"decode_step has no kernel for {chip.name}: on GPUs the layers are XLA's, op 'spec_step'")
+            raise ValueError(
+                f"decode_step is several kernels on {chip.name}, compiled by 'specjax aot': op 'spec_step'"
+            )
         plan = fused.plan_of(c, case.dtype)
         return {"layers": (aot_decode.job_of(f"decode_step {case.name}", plan, case.batch, rows, committed), 1)}
     sizes = {"batch": case.batch, "width": rows, "heads": c.num_heads, "groups": c.num_kv_heads, "dim": c.head_dim}
