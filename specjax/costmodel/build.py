@@ -1,13 +1,19 @@
-"""Write the shipped tables: `python -m specjax.costmodel.build`. Cells come from the roofline of the device's facts."""
+"""Write the shipped tables: `python -m specjax.costmodel.build`.
+
+Cells come from the roofline of the device's facts, for some TPUs corrected by passes that `python -m
+specjax.cli.compiled` has compiled for them (`specjax/costmodel/samples`). Nothing is compiled here.
+"""
 
 import sys
 
-from specjax.costmodel import menu, tables
+from specjax.costmodel import compiled, menu, tables
 from specjax.costmodel.facts import devices
 from specjax.costmodel.roofline import Setup, memory
 from specjax.costmodel.shapes import DRAFTERS, TARGETS
+from specjax.costmodel.tables import Table
 
 KINDS = ("ngram", "suffix", "eagle3", "mtp", "dflash", "dspark")  # others are priced when they are asked for
+COMMAND = "python -m specjax.costmodel.build"
 ROOM = 0.8  # share of the memory that weights and drafters may take
 
 
@@ -23,10 +29,24 @@ def setups() -> list[Setup]:
     return found
 
 
+def table(setup: Setup) -> Table:
+    """The shipped table of a set-up: from compiled passes where the package has any, else the roofline's."""
+    path, shapes = compiled.file(setup.device.name, setup.target.name), menu.shapes(KINDS)
+    if not path.exists():
+        return tables.from_roofline(setup, shapes, made_by=COMMAND)
+    samples = compiled.Samples.read(path)
+    made_by = f"{COMMAND}; passes compiled by libtpu {samples.compiler}, jax {samples.jax}, {samples.date}"
+    return compiled.table(setup, shapes, samples, made_by=made_by)
+
+
+def write(setup: Setup) -> None:
+    """Write the shipped table of a set-up."""
+    table(setup).write(tables.shipped(setup.device.name, setup.target.name))
+
+
 def main() -> int:
     for setup in setups():
-        table = tables.from_roofline(setup, menu.shapes(KINDS), made_by="python -m specjax.costmodel.build")
-        table.write(tables.shipped(setup.device.name, setup.target.name))
+        write(setup)
     return 0
 
 

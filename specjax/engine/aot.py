@@ -16,6 +16,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.step import Stage, Width
 from specjax.pallas_kernels import aot_decode, aot_gpu
 from specjax.pallas_kernels.aot import Chip, Job, tree_attention_job
+from specjax.pallas_kernels.tree_attention.tpu_request import Shape
 from specjax.targets import decoder, fused
 from specjax.targets.config import DecoderConfig
 from specjax.targets.rope import RopeConfig
@@ -141,6 +142,27 @@ def job(case: Case) -> Job:
         needed=weights,
         donated=(1,),
     )
+
+
+def pass_job(case: Case) -> tuple[Job, int]:
+    """The target's pass of a round on a TPU, and the bytes in it that the attention kernels state as their cost."""
+    params, state, stage, width = case.abstract()
+
+    def run(params: Any, state: Any) -> tuple[Any, Any]:
+        _, out, logits = step.verify(stage, width, params, state)
+        return out.cache, logits
+
+    c, dtype = case.model, jnp.dtype(case.dtype)
+    q, tile = (
+        jax.ShapeDtypeStruct((case.batch, width.width, heads, c.head_dim), dtype)
+        for heads in (c.num_heads, c.num_kv_heads)
+    )
+    pages = state.cache.k
+    stated = sum(
+        Shape.of(q, tile, pages[i], None, c.windows[i], None, None).cost.bytes_accessed for i in range(len(pages))
+    )
+    name = f"pass {case.name}, {c.num_layers} layers, {case.batch} x {case.drafts + 1} rows"
+    return Job(name=name, function=run, args=(params, state), donated=(1,)), stated
 
 
 def phase_jobs(case: Case) -> dict[str, tuple[Job, int]]:

@@ -7,7 +7,9 @@ this shows is that a program lowers, fits and is scheduled, and how long its bun
 import contextlib
 import dataclasses
 import functools
+import math
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -122,6 +124,44 @@ def compile_for(chip: Chip, function: Callable, args: tuple, donated: tuple[int,
     with use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)):
         traced = jax.jit(function, donate_argnums=donated).trace(*args)
         return traced.lower(lowering_platforms=(chip.platform,)).compile()
+
+
+# How often XLA's cost analysis counts a byte that is copied between memory and VMEM beside the operations, by how the
+# copy is made. Found by comparing programs of libtpu 0.0.50 that differ in such copies (docs/costmodel.md).
+COUNTED = {"copy": 4, "slice": 3}
+_AHEAD = re.compile(r" = (\(.*?\)) (copy|slice)-start\(")
+_IN_VMEM = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]\{[^}]*S\(1\)\}")
+
+
+def estimate(job: Job, chip: Chip) -> float:
+    """Seconds that the compiler estimates for a whole program.
+
+    Its cost analysis adds up, over the operations, the longer of their bytes over the bandwidth and their operations
+    over the peak (a Pallas kernel by its own `CostEstimate`). Two things in that sum are no time, and are taken out. A
+    call whose cost it does not know counts as -1 s (`HloCostAnalysis::HandleCustomCall` in XLA), so whole seconds go.
+    And a copy of weights to VMEM ahead of their use is counted beside the use, several times: `COUNTED`.
+
+    Raises:
+        ValueError: the compiler gives no estimate.
+    """
+    compiled = compile_for(chip, job.function, job.args, job.donated)
+    said = compiled.cost_analysis().get("optimal_seconds", 0.0)
+    ahead = copied_ahead(compiled.as_text()) / (chip.bandwidth * chip.cores)
+    seconds = said - math.floor(said) - ahead
+    if seconds <= 0:
+        raise ValueError(f"the compiler of {chip.name} gives no estimate of {job.name}: {said} s, {ahead} s of copies")
+    return seconds
+
+
+def copied_ahead(program: str) -> int:
+    """Bytes that the cost analysis of a compiled program (its HLO text) counts for copies between memory and VMEM."""
+    entry = program[program.index("\nENTRY ") :]
+    found = 0.0
+    for shapes, how in _AHEAD.findall(entry):
+        for kind, bits, sizes in _IN_VMEM.findall(shapes):
+            width = 1 if kind == "pred" else int(bits) / 8
+            found += COUNTED[how] * math.prod(int(n) for n in sizes.split(",") if n) * width
+    return int(found)
 
 
 def run(job: Job, chip: Chip, folder: Path | None) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def test_tables_for_people(capsys):
     assert main(["plan", "--device", "TPU v6 lite", "--target", "Qwen/Qwen3-8B", "--batch", "8"]) == 0
     out = capsys.readouterr().out
     assert "qwen3-8b, bfloat16, 1 x tpu-v6e" in out
-    assert "prices: roofline" in out
+    assert "prices: compiler+roofline" in out  # the pass was compiled, drafts were not
     assert "below plain from" in out
     assert "plain" in out
     assert "then" in out  # the runner-up

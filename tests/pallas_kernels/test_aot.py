@@ -94,3 +94,40 @@ def test_jobs_fit_the_chip():
             assert sum(x.size * x.dtype.itemsize for x in aot.jax.tree.leaves(job.args)) < chip.memory
     small = dataclasses.replace(CHIP, memory=17e9)
     assert "3B" in aot_decode.jobs(small, short=True)[0].name
+
+
+PROGRAM = """HloModule m
+%body {
+  %copy-start.9 = (f32[1024]{0:S(1)}, f32[1024]{0}, u32[]{:S(2)}) copy-start(%x)
+}
+
+ENTRY %main (w: bf16[64,128]) -> f32[8] {
+  %copy-start = (bf16[64,128]{1,0:T(8,128)(2,1)S(1)}, bf16[64,128]{1,0:T(8,128)(2,1)}, u32[]{:S(2)}) copy-start(%w)
+  %slice-start = ((s8[4096]{0:T(1024)}), s8[512]{0:T(1024)S(1)}, s32[]{:S(2)}) slice-start(%b), slice={[0:512]}
+  %fusion = f32[8,128]{1,0:T(8,128)S(1)} fusion(%copy-start), kind=kLoop
+}
+"""
+
+
+def test_copies_ahead_are_counted_as_the_cost_analysis_does():
+    """Those of the entry alone, their VMEM end once: 64 x 128 of two bytes four times, 512 bytes three times."""
+    assert aot.copied_ahead(PROGRAM) == 4 * 64 * 128 * 2 + 3 * 512
+
+
+@pytest.mark.parametrize(("unknown", "left"), [(0, 2e-4), (3, 2e-4)])
+def test_an_estimate_leaves_out_unknown_calls_and_copies_ahead(monkeypatch, unknown, left):
+    copies = aot.copied_ahead(PROGRAM) / CHIP.bandwidth
+
+    class Compiled:
+        def cost_analysis(self):
+            return {"optimal_seconds": left + copies - unknown}
+
+        def as_text(self):
+            return PROGRAM
+
+    monkeypatch.setattr(aot, "compile_for", lambda *_: Compiled())
+    job = aot.Job("x", lambda: None, ())
+    assert aot.estimate(job, CHIP) == pytest.approx(left)
+    left = 0.0
+    with pytest.raises(ValueError, match="gives no estimate of x"):
+        aot.estimate(job, dataclasses.replace(CHIP, bandwidth=1e6))
