@@ -93,7 +93,9 @@ def outline(shape: DraftShape, prior: Prior) -> Outline:
         order += 2
     chances, parents, depths, ranks = (np.array(x) for x in zip(*nodes, strict=True)) if nodes else (np.zeros(0),) * 4
     mass = np.array([chances[depths == k].sum() for k in range(1, shape.depth + 1)])
-    levels = mass / np.concatenate([[1.0], mass[:-1]]) if shape.depth else mass
+    # A depth that the likeliest nodes do not reach is one that a draft may reach all the same: the chain speaks for it.
+    above = np.concatenate([[1.0], mass[:-1]])[: shape.depth]
+    levels = np.where(mass > 0, mass / np.where(above > 0, above, 1.0), chain[: shape.depth])
     shares = chances / mass[depths - 1] if shape.depth else chances
     return Outline(parents.astype(int), depths.astype(int), ranks.astype(int), shares, levels)
 

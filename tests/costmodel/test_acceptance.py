@@ -50,6 +50,18 @@ def test_outline_of_a_tree_takes_the_likeliest_nodes():
     assert (made.depths[made.parents[made.depths == 2]] == 1).all()
 
 
+def test_a_depth_that_the_likeliest_nodes_do_not_reach_has_the_chains_acceptance():
+    """With poor chances the five nodes are the root's four children and one below: depths 3 to 5 get none."""
+    prior = Prior((0.3, 0.28, 0.26, 0.24, 0.22))
+    shape = DraftShape("eagle3", depth=5, branching=4, rows=6)
+    made = outline(shape, prior)
+    assert made.depths.max() == 2
+    np.testing.assert_allclose(made.levels[2:], [0.26, 0.24, 0.22])
+    estimate = Acceptance([shape], 1, PRIORS | {"eagle3": prior})
+    estimate.observe(shape, np.array([0]), np.array([5]), np.array([3]))
+    assert np.isfinite(estimate.rates(np.array([0]))).all()
+
+
 @pytest.mark.parametrize("kind", PRIORS)
 def test_trees_gain_over_chains_and_priors_have_sources(kind):
     tree, chain = (outline(DraftShape(kind, 4, b, r), PRIORS[kind]) for b, r in ((3, 16), (1, 5)))
