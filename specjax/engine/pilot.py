@@ -2,7 +2,8 @@
 
 What the host does in a round, and when:
 
-    fit the standing draft -> dispatch verify -> decide the next draft -> dispatch it -> wait for tokens and the draft
+    fit the standing draft -> dispatch verify -> learn from the round before, decide the next draft, dispatch it
+        -> wait for tokens and the draft
 
 The decision rests on rounds that are over: the one that the device works on is not among them, so nothing waits for it
 and nothing that it samples decides its shape. How much of a draft is verified follows from its scores, which are
@@ -66,17 +67,20 @@ class Pilot:
         self._waiting = {kind: np.zeros(programs.batch, int) for kind in kinds}  # rows to take in, of each request
         self._standing: Standing | None = None
         self._followed: list[Followed] = []
+        self._unlearned: Callable[[], None] | None = None  # what the last round teaches
         self._since = 0.0
         self.host_s = {"decide": 0.0, "fit": 0.0, "learn": 0.0}
 
     def admitted(self, row: int, temperature: float) -> None:
         """A request was prefilled: all drafters know its prompt, and the draft that stood is gone."""
+        self._settle()
         self.planner.start(row, temperature)
         self.released(row)
         self._standing = None
 
     def released(self, row: int) -> None:
         """The request of a row has ended or was given up."""
+        self._settle()
         for waiting in self._waiting.values():
             waiting[row] = 0
         for followed in self._followed:
@@ -101,35 +105,49 @@ class Pilot:
             standing.live, standing.proposal = jax.device_get((standing.live, standing.proposal))
             for kind in standing.caught_up:
                 self._waiting[kind][rows] = 0
-        decision, verified = self._fit(standing, rows, context)
+        decision, verified, followed = self._fit(standing, rows, context)
         width = self.programs.fit(verified)
         state, emitted = self.programs.verify(width, params, state, np.maximum(verified, 1).astype(np.int32))
+        self._settle()  # while the device is at work
+        self._followed += followed
         state, following = self._draft(params, state, rows, context, verified)
         emitted, following.live, following.proposal = jax.device_get((emitted, following.live, following.proposal))
         now = self.clock()
         for kind, waiting in self._waiting.items():
             waiting[rows] = 0 if kind in following.caught_up else waiting[rows] + emitted.counts[rows]
-        learning = time.perf_counter()
         # The time since the last round ended holds this round's pass and the next one's draft: exchange the drafts.
-        self.planner.observe(
-            decision,
-            rows,
-            context,
-            seconds=max(now - self._since - following.cost + standing.cost, 1e-6),
-            count=width.count,
-            drafts=verified[rows] - 1,
-            accepted=np.maximum(emitted.counts[rows] - 1, 0),
-        )
-        self._learn(emitted)
-        self._thought("learn", learning)
+        seconds = max(now - self._since - following.cost + standing.cost, 1e-6)
+
+        def learn() -> None:
+            began = time.perf_counter()
+            self.planner.observe(
+                decision,
+                rows,
+                context,
+                seconds=seconds,
+                count=width.count,
+                drafts=verified[rows] - 1,
+                accepted=np.maximum(emitted.counts[rows] - 1, 0),
+            )
+            self._learn(emitted)
+            self._thought("learn", began)
+
+        self._unlearned = learn
         self._standing, self._since = following, now
         return state, emitted, verified
 
     def report(self) -> dict[str, Any]:
         """Predicted against actual, calibration, and changes of shape: see `Planner.report`."""
+        self._settle()
         return self.planner.report()
 
     # ---------------------------------------------------------------- inside
+
+    def _settle(self) -> None:
+        """Learn from the last round, if that is still to be done."""
+        learn, self._unlearned = self._unlearned, None
+        if learn is not None:
+            learn()
 
     def _thought(self, what: str, began: float) -> None:
         self.host_s[what] += time.perf_counter() - began
@@ -156,13 +174,13 @@ class Pilot:
         cost = float(draft) + self.planner.extra(decision, len(rows), context)
         return state, Standing(decision, live, proposal, cost, caught_up)
 
-    def _fit(self, standing: Standing, rows: np.ndarray, context: float) -> tuple[Decision, np.ndarray]:
-        """The decision with what the draft's scores say, and rows of each batch row to verify."""
+    def _fit(self, standing: Standing, rows: np.ndarray, context: float) -> tuple[Decision, np.ndarray, list[Followed]]:
+        """The decision with what the draft's scores say, rows of each batch row to verify, and the draft to follow."""
         decision, verified = standing.decision, np.zeros(self.programs.batch, int)
         verified[rows] = 1
         shape = decision.shadow or decision.shape
         if not shape.depth:
-            return dataclasses.replace(decision, budgets=verified[rows]), verified
+            return dataclasses.replace(decision, budgets=verified[rows]), verified, []
         began = time.perf_counter()
         live = np.maximum(standing.live[rows], 1)
         tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
@@ -170,10 +188,10 @@ class Pilot:
         decision = self.planner.fit(decision, rows, live - 1, context, nodes)
         # One that is verified after all is judged by what the pass accepts, and must not count twice.
         shadow = decision.shadow is not None and not decision.ride
-        self._followed.append(Followed(shape, rows, live, tokens, nodes, shadow=shadow))
+        followed = [Followed(shape, rows, live, tokens, nodes, shadow=shadow)]
         verified[rows] = np.minimum(live, decision.budgets)
         self._thought("fit", began)
-        return decision, verified
+        return decision, verified, followed
 
     def _learn(self, emitted: Emitted) -> None:
         """What came out in this round, held against the drafts under way."""
