@@ -66,26 +66,32 @@ def test_drafts_were_accepted_and_most_tokens_compared(drafting):
     assert [comparable(golden) == NEW for golden in PROMPTS].count(False) <= 1
 
 
-@pytest.mark.parametrize("golden", PROMPTS)
-def test_last_logits_of_the_prompt(plain, golden):
-    """The 50 best logits, each within 1e-4 of the largest one; and the best of every position of the prompt."""
-    size = 96  # one shape for all prompts
-    ids = np.zeros(size, np.int32)
-    ids[: len(golden["prompt"])] = golden["prompt"]
+def rows_of(ids: list[int]) -> Rows:
+    """A text as one pass over an empty cache; one shape for all texts."""
+    size = 192
     index = jnp.arange(size, dtype=jnp.int32)
-    rows = Rows(
-        tokens=jnp.asarray(ids),
+    return Rows(
+        tokens=jnp.asarray(np.pad(np.array(ids, np.int32), (0, size - len(ids)))),
         request=jnp.zeros((size,), jnp.int32),
         node=index,
         positions=index,
         slots=index,
-        valid=index < len(golden["prompt"]),
+        valid=index < len(ids),
         ancestors=None,
         starts=jnp.array([0, size], jnp.int32),
         width=size,
     )
+
+
+def forward(target, params, rows: Rows, dtype):
+    return target.forward(params, rows, target.init_cache(1, 256, dtype), jnp.zeros((1,), jnp.int32))
+
+
+@pytest.mark.parametrize("golden", PROMPTS)
+def test_last_logits_of_the_prompt(plain, golden):
+    """The 50 best logits, each within 1e-4 of the largest one; and the best of every position of the prompt."""
     target, params = plain.target, plain.params["target"]
-    out = target.forward(params, rows, target.init_cache(1, 256, jnp.float32), jnp.zeros((1,), jnp.int32))
+    out = forward(target, params, rows_of(golden["prompt"]), jnp.float32)
     logits = np.asarray(target.logits(params, out.hidden))[: len(golden["prompt"])]
     want = np.array(golden["top50_logits"])
     assert np.abs(logits[-1, golden["top50_ids"]] - want).max() < TOLERANCE * np.abs(want).max()
@@ -95,16 +101,30 @@ def test_last_logits_of_the_prompt(plain, golden):
 
 
 def test_bfloat16_runs():
-    """Values of bfloat16, in whatever they are held; the text leaves the golden only where its choice was close."""
+    """Values of bfloat16, in whatever they are held; a text leaves the golden only where its choice was close.
+
+    How the sums are rounded is the processor's: the very first token of the first golden is a choice by 0.08. Along the
+    goldens' own texts, what is chosen by 1.0 and more is chosen here too.
+    """
     golden = PROMPTS[0]
     rounded = engine(dtype="bfloat16")
     result = decode(rounded, golden)
-    assert rounded.describe()["dtype"] == str(jnp.dtype(held_dtype(jnp.bfloat16)))
+    held = jnp.dtype(held_dtype(jnp.bfloat16))
+    assert rounded.describe()["dtype"] == str(held)
     for weight in jax.tree.leaves(rounded.params["target"]):
         assert jnp.array_equal(weight, weight.astype(jnp.bfloat16).astype(weight.dtype))
     assert len(result.token_ids) == NEW
-    assert "Paris" in result.text
     left = next((i for i, (a, b) in enumerate(zip(result.token_ids, golden["tokens"], strict=True)) if a != b), None)
     if left is not None:
         print(f"bfloat16 leaves float32 at token {left}, where the gap is {golden['gaps'][left]:.3f}")
         assert golden["gaps"][left] < 1.0
+    target, params = rounded.target, rounded.params["target"]
+    along = jax.jit(lambda rows: target.logits(params, forward(target, params, rows, held).hidden).argmax(-1))
+    compared = 0
+    for golden in PROMPTS:
+        first = len(golden["prompt"]) - 1
+        chosen = np.asarray(along(rows_of(golden["prompt"] + golden["tokens"])))[first : first + NEW]
+        clear = np.array(golden["gaps"]) > 1.0
+        np.testing.assert_array_equal(chosen[clear], np.array(golden["tokens"])[clear])
+        compared += clear.sum()
+    assert compared > 2 * NEW
