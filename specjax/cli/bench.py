@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import itertools
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -77,7 +76,11 @@ class Bench(flags.EngineFlags):
         params = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature)
         run, drafters = self.run_config(), self._drafters()
         plain = flags.load_engine(run.model_copy(update={"drafter": NoDrafter()}), quiet=False)
-        engines = {name: plain if name == "none" else plain.with_drafter(d) for name, d in drafters.items()}
+        engines = {}
+        for name, drafter in drafters.items():
+            if name != "none":
+                flags.note(f"{name}: compiling")
+            engines[name] = plain if name == "none" else plain.with_drafter(drafter)
         about = plain.describe()
         machine = {**facts(), "dtype": about["dtype"], **ceiling(about["dtype"])}
         settings = {
@@ -146,9 +149,8 @@ class Bench(flags.EngineFlags):
 
     def _check_outputs(self) -> None:
         """Refuse what cannot be written before anything is measured."""
-        flags.check_outputs(self.json, self.plot, self.metrics)
-        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'specjax[plot]'")
+        flags.check_outputs(self.json, self.metrics)
+        flags.check_plot(self.plot)
 
 
 def measure(

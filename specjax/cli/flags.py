@@ -1,6 +1,7 @@
 """Flags that several commands share, and what they turn into. Nothing here imports JAX, so that `--help` is quick."""
 
 import dataclasses
+import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -159,6 +160,20 @@ def check_outputs(*paths: str | None) -> None:
             raise ValueError(f"cannot write {path}: its folder does not exist")
         if path is not None and Path(path).is_dir():
             raise ValueError(f"cannot write {path}: it is a folder")
+
+
+def check_plot(path: str | None) -> None:
+    """Refuse a picture that cannot be drawn or written, before anything is loaded."""
+    if path is None:
+        return
+    check_outputs(path)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'specjax[plot]'")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known, suffix = FigureCanvasBase.get_supported_filetypes(), Path(path).suffix.removeprefix(".").lower()
+    if suffix and suffix not in known:
+        raise ValueError(f"--plot: {path} names no kind of picture; known are {', '.join(sorted(known))}")
 
 
 def write_metrics(path: str | None, engines: Mapping[str, "Engine"]) -> None:

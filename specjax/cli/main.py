@@ -1,5 +1,6 @@
 """The entry point: parse, run, and turn an error into one message and exit code 2."""
 
+import dataclasses
 import functools
 import operator
 import os
@@ -35,12 +36,17 @@ COMMANDS = {
 }
 
 
+@dataclasses.dataclass
+class _Group:
+    """What stands for a group in the list of commands."""
+
+
 def parse(argv: Sequence[str]) -> Any:
     """The command of these arguments, ready to `run()`. tyro prints help and usage errors, and exits."""
     if argv and argv[0] in GROUPS:
         commands, text = GROUPS[argv[0]]
         return _parse(argv[1:], commands, f"specjax {argv[0]}", text)
-    groups = {name: (object, text) for name, (_, text) in GROUPS.items()}
+    groups = {name: (_Group, text) for name, (_, text) in GROUPS.items()}
     return _parse(argv, COMMANDS | groups, "specjax", HELP)
 
 

@@ -1,8 +1,8 @@
 """`specjax plan`: which draft shape pays for a device, a target and a load, without running anything."""
 
 import dataclasses
-import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,13 +98,9 @@ class PlanCommand(flags.CommonFlags):
 
     def _check(self) -> None:
         """Refuse what cannot be honoured before anything is worked out."""
-        if self.devices < 1 or self.context < 1 or self.temperature < 0:
+        if self.devices < 1 or self.context < 1 or not 0 <= self.temperature < math.inf:
             raise ValueError("--devices and --context must be at least 1, --temperature at least 0")
-        if self.plot is not None:
-            if not Path(self.plot).absolute().parent.is_dir():
-                raise ValueError(f"cannot write {self.plot}: its folder does not exist")
-            if importlib.util.find_spec("matplotlib") is None:
-                raise ValueError("--plot needs matplotlib: pip install 'specjax[plot]'")
+        flags.check_plot(self.plot)
 
     def _batches(self) -> list[int]:
         words = [word.strip() for given in self.batch for word in given.split(",") if word.strip()]

@@ -94,6 +94,8 @@ class Profile(flags.EngineFlags):
             raise ValueError(f"no op {self.op!r}; known are {', '.join(OPS)}")
         if self.repeats < 1 or (self.context is not None and self.context < 1):
             raise ValueError("--repeats and --context must be at least 1")
+        if self.batch is not None and self.batch < 1:
+            raise ValueError(f"--batch must be at least 1, got {self.batch}")
         if self.drafts is not None and not 1 <= self.drafts <= MOST_DRAFTS:
             raise ValueError(f"--drafts must be 1 to {MOST_DRAFTS}; --drafter none is a round without")
         if self.drafts is not None and self.drafter == "none":
@@ -101,8 +103,9 @@ class Profile(flags.EngineFlags):
         for flag, path in (("--json", self.json), ("--plot", self.plot), ("--trace", self.trace)):
             if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
                 raise ValueError(f"{flag}: cannot write {path}, its folder does not exist")
-        if self.plot is not None and importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'specjax[plot]'")
+        if self.json != "-":
+            flags.check_outputs(self.json)
+        flags.check_plot(self.plot)
         if self.op == "decode_step" and self.decode_step == "xla":
             raise ValueError("op decode_step is the fused step: leave --decode-step xla out")
         if self.device == "auto":

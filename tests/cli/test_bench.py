@@ -263,6 +263,7 @@ def test_metrics_are_of_the_last_repeat_by_drafter(prompt_set, engines, tmp_path
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--limit", "0"], "--limit must be at least 1"),
         (["--json", "nowhere/out.json"], "its folder does not exist"),
+        (["--plot", "out.xyz"], "names no kind of picture"),
         (["--metrics", "nowhere/out.prom"], "its folder does not exist"),
         (["--drafters", "ngram,ngram"], "names one twice"),
         (["--drafters", "ngrm"], "did you mean 'ngram'"),

@@ -36,7 +36,11 @@ def test_usage_errors(argv, capsys):
     with pytest.raises(SystemExit) as left:
         main(argv)
     assert left.value.code == 2
-    assert not capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert "Unsupported type annotation" not in captured.err
+    if argv == ["nope"]:
+        assert "generate, demo, bench" in captured.err and "train" in captured.err
 
 
 def test_version(capsys):

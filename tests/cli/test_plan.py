@@ -103,6 +103,7 @@ def test_a_stale_measured_table_is_passed_over_aloud(capsys, tmp_path):
         (["--device", "h100", "--batch", "0"], "--batch must be positive"),
         (["--device", "h100", "--dtype", "float4"], "--dtype must be"),
         (["--device", "h100", "--context", "0"], "must be at least 1"),
+        (["--device", "h100", "--temperature", "nan"], "--temperature at least 0"),
         (["--device", "h100", "--plot", "/no/such/folder/p.png"], "its folder does not exist"),
         (["--device", "h100", "--table", "/no/such.json"], "is not a latency table"),
     ],
