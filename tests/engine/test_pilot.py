@@ -193,6 +193,24 @@ def test_shadows_tell_what_would_have_been_accepted(engine):
     assert 0 <= total - sum(accepted for *_, accepted in verified.learned) <= LOOKUP.depth
 
 
+def test_every_round_is_learned_once_and_of_its_own_draft(engine):
+    """Learning waits until the next pass is dispatched, or until its request is over: no draft is judged by the tokens
+    of an earlier round, and the last round is not forgotten.
+    """
+    params = SamplingParams(max_tokens=60)
+    planner = piloted(engine, [(LOOKUP, None)])
+    planner.fit = lambda decision, rows, live, context, nodes: dataclasses.replace(decision, budgets=live + 1)
+    rounds = 0
+    for prompt in PROMPTS[:2]:
+        rounds += engine.generate(prompt, params).spec.rounds
+        assert len(planner.seen) == rounds
+    judged = [(LOOKUP, drafts[0], accepted[0]) for _, _, drafts, accepted in planner.seen]
+    assert any(accepted for *_, accepted in judged)
+    assert len(judged) - 2 * LOOKUP.depth <= len(planner.learned) <= len(judged)
+    hits, learned = ([one for one in found if one[2]] for found in (judged, planner.learned))
+    assert learned == hits[: len(learned)] and len(learned) >= max(len(hits) - 2, 3)  # the end of a request cuts some
+
+
 def test_a_shadow_that_its_scores_recommend_is_verified(engine):
     """The planner makes a shadow the shape; the rounds then commit what it drafted."""
     params = SamplingParams(max_tokens=60)
