@@ -39,6 +39,11 @@ class Decision:
     runner_up: tuple[DraftShape, float] | None = None
 
     @property
+    def lasts(self) -> bool:
+        """Whether it may stand for further rounds: nothing was tried, and no change is being weighed."""
+        return self.reason in ("best", "sure") and (self.shadow is None or self.ride)
+
+    @property
     def rate(self) -> float:
         """Expected tokens per second."""
         return self.tokens / self.seconds

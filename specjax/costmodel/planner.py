@@ -126,16 +126,21 @@ class Planner:
             shape = decision.shadow
         index = self.prices.place[shape]
         if shape.depth == 0 or not live.any():
-            chances = np.zeros((len(rows), 1))
-        elif nodes is None:
+            return dataclasses.replace(
+                decision,
+                rows=int(counts[quote.least]),
+                budgets=np.ones(len(rows), int),
+                seconds=float(self.prices.seconds(quote)[index, quote.least]),
+                tokens=float(len(rows)),
+            )
+        if nodes is None:
             rates = self.acceptance.rates(rows, curve=int(self._forest.of[index]))
             chances = self._forest.nodes(index, reached(rates)[:, 0])
         else:
             doubt = DOUBT if decision.reason == "sure" else 0.0
             chances = self.scores.chances(shape.kind, self.acceptance.heat(rows), nodes, doubt=doubt)
         chances = np.where(np.arange(chances.shape[1]) < live[:, None], chances, 0.0)
-        drafts = live.sum() if shape.depth else 0
-        needed = int(counts.searchsorted(len(rows) + drafts))
+        needed = int(counts.searchsorted(len(rows) + live.sum()))
         usable = slice(quote.least, min(needed, len(counts) - 1) + 1)
         counts, times = counts[usable], self.prices.seconds(quote)[index, usable]
         if decision.reason == "trial":  # the pass that is on trial, if there is enough to fill it

@@ -26,6 +26,7 @@ class Trials:
         self.books = books
         self._trying: tuple[int, int] | None = None  # a shape and a pass on trial, and the rounds left to them
         self._left = 0
+        self._thought = 0  # the round in which one was last thought of
 
     def passed(self) -> None:
         """A round is over."""
@@ -40,7 +41,7 @@ class Trials:
     @property
     def due(self) -> bool:
         """Whether a new one is thought of in this round."""
-        return self.books.rounds < EAGER or self.books.rounds % EVERY == 0
+        return self.books.rounds < EAGER or self.books.rounds - self._thought >= EVERY
 
     def find(self, view: View, hopeful: View, deviation: np.ndarray, choice: Choice) -> Choice | DraftShape | None:
         """The shape from whose trial most is to be expected, or None.
@@ -58,7 +59,7 @@ class Trials:
             choice: what would be done without a trial.
         """
         books, menu, quote = self.books, self.books.menu, view.quote
-        plain = view.plain
+        plain, self._thought = view.plain, books.rounds
         found, worth, price, length = None, 0.0, 0.0, 0
         for index in np.flatnonzero(hopeful.bounds > choice.rate).tolist():
             hope = hopeful.choice(index)

@@ -26,6 +26,8 @@ from specjax.engine.follow import Followed
 from specjax.engine.programs import Programs
 from specjax.engine.state import Emitted, State
 
+THINKING = 0.005  # share of the time that deciding may take
+
 
 @dataclasses.dataclass
 class Standing:
@@ -49,6 +51,13 @@ class Standing:
 class Pilot:
     """Rounds of a set of drafters, as a planner wants them.
 
+    Args:
+        planner: who decides.
+        drafters: the set.
+        programs: of the engine.
+        thinking: share of the time that deciding may take; meanwhile the last decision stands.
+        clock: seconds.
+
     Attributes:
         planner: who decides.
         host_s: seconds that its thinking has taken: `decide`, `fit` (cut a draft by its scores), `learn`.
@@ -59,9 +68,11 @@ class Pilot:
         planner: Planner,
         drafters: DrafterSet,
         programs: Programs,
+        *,
+        thinking: float = THINKING,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.planner, self.programs, self.clock = planner, programs, clock
+        self.planner, self.programs, self.thinking, self.clock = planner, programs, thinking, clock
         self._steps, self._ring = drafters.shape.depth + 1, drafters.ring
         kinds = [member.kind for member in drafters.members if drafters.reads_features(member.kind)]
         self._waiting = {kind: np.zeros(programs.batch, int) for kind in kinds}  # rows to take in, of each request
@@ -69,6 +80,8 @@ class Pilot:
         self._followed: list[Followed] = []
         self._unlearned: Callable[[], None] | None = None  # what the last round teaches
         self._since = 0.0
+        self._kept: Decision | None = None  # the last decision, if it may stand
+        self._think_at = 0.0  # when the next one is due
         self.host_s = {"decide": 0.0, "fit": 0.0, "learn": 0.0}
 
     def admitted(self, row: int, temperature: float) -> None:
@@ -81,6 +94,7 @@ class Pilot:
     def released(self, row: int) -> None:
         """The request of a row has ended or was given up."""
         self._settle()
+        self._kept = None
         for waiting in self._waiting.values():
             waiting[row] = 0
         for followed in self._followed:
@@ -119,7 +133,7 @@ class Pilot:
         seconds = max(now - self._since - following.cost + standing.cost, 1e-6)
 
         def learn() -> None:
-            began = time.perf_counter()
+            began = self.clock()
             self.planner.observe(
                 decision,
                 rows,
@@ -150,15 +164,13 @@ class Pilot:
             learn()
 
     def _thought(self, what: str, began: float) -> None:
-        self.host_s[what] += time.perf_counter() - began
+        self.host_s[what] += self.clock() - began
 
     def _draft(
         self, params: Any, state: State, rows: np.ndarray, context: float, running: np.ndarray
     ) -> tuple[State, Standing]:
         """Decide, and dispatch the draft; `running` are the rows that the device may be committing meanwhile."""
-        began = time.perf_counter()
-        decision = self.planner.decide(rows, context)
-        self._thought("decide", began)
+        decision = self._decide(rows, context)
         drafted = decision.shadow or decision.shape
         caught_up = set()
         for kind, waiting in self._waiting.items():
@@ -174,6 +186,17 @@ class Pilot:
         cost = float(draft) + self.planner.extra(decision, len(rows), context)
         return state, Standing(decision, live, proposal, cost, caught_up)
 
+    def _decide(self, rows: np.ndarray, context: float) -> Decision:
+        """What the planner wants, or what it wanted last: thinking costs too, and its share of the time is bounded."""
+        now = self.clock()
+        if self._kept is None or now >= self._think_at:
+            decision = self.planner.decide(rows, context)
+            self._thought("decide", now)
+            self._kept = decision if decision.lasts else None
+            self._think_at = now + (self.clock() - now) / self.thinking
+            return decision
+        return self._kept
+
     def _fit(self, standing: Standing, rows: np.ndarray, context: float) -> tuple[Decision, np.ndarray, list[Followed]]:
         """The decision with what the draft's scores say, rows of each batch row to verify, and the draft to follow."""
         decision, verified = standing.decision, np.zeros(self.programs.batch, int)
@@ -181,14 +204,14 @@ class Pilot:
         shape = decision.shadow or decision.shape
         if not shape.depth:
             return dataclasses.replace(decision, budgets=verified[rows]), verified, []
-        began = time.perf_counter()
+        began = self.clock()
         live = np.maximum(standing.live[rows], 1)
         tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
         nodes = Nodes(scores, parents)
         decision = self.planner.fit(decision, rows, live - 1, context, nodes)
         # One that is verified after all is judged by what the pass accepts, and must not count twice.
         shadow = decision.shadow is not None and not decision.ride
-        followed = [Followed(shape, rows, live, tokens, nodes, shadow=shadow)]
+        followed = [Followed(shape, rows, live, tokens, nodes, shadow=shadow)] if shadow or live.max() > 1 else []
         verified[rows] = np.minimum(live, decision.budgets)
         self._thought("fit", began)
         return decision, verified, followed

@@ -1,5 +1,6 @@
 """The compiled programs of an engine, and the menu of verify sizes that bounds their number."""
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable
@@ -79,7 +80,7 @@ class Programs:
         self._verify = {
             w: target_program(stage.kernels, functools.partial(step.verify_commit, stage, w)) for w in self.widths
         }
-        self._draft = jax.jit(traced_with(stage.kernels, functools.partial(_draft, stage)), donate_argnums=1)
+        self._draft = draft_program(traced_with(stage.kernels, functools.partial(_draft, stage)))
         self._many: dict[int, Callable] = {}
 
     @property
@@ -113,7 +114,7 @@ class Programs:
 
     def catch_up(self, kind: str, params: Any, state: State) -> State:
         """Let a member of a set take in all that waits for it. The state's draft is then not one to verify."""
-        return self._catch_up[kind](params, state)
+        return self._catch_up[kind](params, state)[0]
 
     def draft(self, params: Any, state: State) -> tuple[State, jax.Array]:
         """Redraft; also the live rows of each request (0: not active), for `fit`."""
@@ -188,6 +189,21 @@ def target_program(kernels: Kernels, function: Callable) -> Callable:
     return jax.jit(traced_with(kernels, function), donate_argnums=1, compiler_options=options)
 
 
+def draft_program(function: Callable) -> Callable:
+    """Jit a program that drafts, without the target's weights and cache, of which it reads nothing.
+
+    Every buffer that a call hands over costs the host a few microseconds, and those are most of them.
+    """
+    program = jax.jit(function, donate_argnums=1)
+
+    def call(params: Any, state: State) -> tuple:
+        lean = dataclasses.replace(state, cache=None)
+        after, *rest = program({"drafter": params["drafter"]}, lean)
+        return dataclasses.replace(after, cache=state.cache), *rest
+
+    return call
+
+
 def _draft(stage: Stage, params: Any, state: State) -> tuple[State, jax.Array]:
     state = step.redraft(stage, params, state)
     return state, jnp.where(state.active, state.draft.lengths, 0)
@@ -196,17 +212,17 @@ def _draft(stage: Stage, params: Any, state: State) -> tuple[State, jax.Array]:
 def _member_programs(stage: Stage, drafters: DrafterSet) -> tuple[dict[DraftShape, Callable], dict[str, Callable]]:
     """A draft program for each shape of a set's menu, and one for each member that falls behind, to catch up."""
     drafts: dict[DraftShape, Callable] = {
-        shape: jax.jit(functools.partial(_draft_as, stage, shape), donate_argnums=1) for shape in drafters.menu
+        shape: draft_program(functools.partial(_draft_as, stage, shape)) for shape in drafters.menu
     }
     catch_up: dict[str, Callable] = {}
     for shape in sorted(drafters.menu, key=lambda shape: -shape.rows):  # the smallest shape stays
         if drafters.reads_features(shape.kind):
-            catch_up[shape.kind] = jax.jit(functools.partial(_catch_up, stage, shape), donate_argnums=1)
+            catch_up[shape.kind] = draft_program(functools.partial(_catch_up, stage, shape))
     return drafts, catch_up
 
 
-def _catch_up(stage: Stage, shape: DraftShape, params: Any, state: State) -> State:
-    return step.redraft_as(stage, shape, True, params, state)[0]
+def _catch_up(stage: Stage, shape: DraftShape, params: Any, state: State) -> tuple[State]:
+    return (step.redraft_as(stage, shape, True, params, state)[0],)
 
 
 def _draft_as(stage: Stage, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array, Proposal]:

@@ -1,6 +1,7 @@
 """Drafters that take turns: the text stays plain decoding's, and one that sat out drafts as if it never had."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def piloted(engine, turns):
     """The engine under a scripted planner, and the planner."""
     planner = Scripted(turns)
     engine.reset()
-    engine.pilot = Pilot(planner, engine.drafter, engine.programs)
+    engine.pilot = Pilot(planner, engine.drafter, engine.programs, thinking=math.inf)
     return planner
 
 
@@ -204,11 +205,46 @@ def test_every_round_is_learned_once_and_of_its_own_draft(engine):
     for prompt in PROMPTS[:2]:
         rounds += engine.generate(prompt, params).spec.rounds
         assert len(planner.seen) == rounds
-    judged = [(LOOKUP, drafts[0], accepted[0]) for _, _, drafts, accepted in planner.seen]
-    assert any(accepted for *_, accepted in judged)
+    # Rounds without a draft teach nothing of drafts.
+    judged = [(LOOKUP, drafts[0], accepted[0]) for _, _, drafts, accepted in planner.seen if drafts[0]]
+    assert any(accepted for *_, accepted in judged) and len(judged) < len(planner.seen)
     assert len(judged) - 2 * LOOKUP.depth <= len(planner.learned) <= len(judged)
     hits, learned = ([one for one in found if one[2]] for found in (judged, planner.learned))
     assert learned == hits[: len(learned)] and len(learned) >= max(len(hits) - 2, 3)  # the end of a request cuts some
+
+
+class Ticking:
+    """A clock that moves when it is told to, and by `step` whenever it is read."""
+
+    def __init__(self, step):
+        self.now, self.step = 0.0, step
+
+    def __call__(self):
+        self.now += self.step
+        return self.now
+
+
+def test_deciding_takes_its_share_of_the_time_and_no_more(engine):
+    """Between two decisions the last one stands, unless it was a trial or the requests are not the same any more."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    texts = [engines.solo(prompt, params).token_ids for prompt in PROMPTS[:2]]
+
+    def run(thinking, reason="best"):
+        planner = piloted(engine, [(LOOKUP, None)])
+        decide = planner.decide
+        planner.decide = lambda rows, context: dataclasses.replace(decide(rows, context), reason=reason)
+        engine.pilot = Pilot(planner, engine.drafter, engine.programs, thinking=thinking, clock=Ticking(1.0))
+        results = [engine.generate(prompt, params) for prompt in PROMPTS[:2]]
+        assert [result.token_ids for result in results] == texts
+        return planner.round, len(planner.seen)
+
+    decided, rounds = run(thinking=math.inf)
+    assert decided == rounds + 2  # a draft that nobody verifies stands when a request ends
+    few, rounds = run(thinking=1 / 40)
+    assert rounds / 15 < few < rounds / 2
+    assert run(thinking=1e-9)[0] == 2  # a request that comes is thought of
+    tried, rounds = run(thinking=1e-9, reason="trial")
+    assert tried == rounds + 2
 
 
 def test_a_shadow_that_its_scores_recommend_is_verified(engine):
