@@ -199,8 +199,8 @@ def _play(step: Any, context: int, costs: _Costs, chip: Chip) -> tuple[float, _M
     memory, clock = _Memory(chip.bandwidth), chip.clock
     tile = plan.rows * plan.columns * plan.tile_dtype.itemsize
     slot = 2 * s.groups * s.dim * step.dtype.itemsize
-    loaded = collections.deque(memory.copy(0.0, tile) for _ in range(tpu.BANKS))
-    left = plan.layers * plan.tiles - tpu.BANKS
+    loaded = collections.deque(memory.copy(0.0, tile) for _ in range(step.banks))
+    left = plan.layers * plan.tiles - step.banks
     now = 0.0
     parts = {name: _Stage() for name in ("around", "qkv", "attention", "out", "gate_up", "down")}
 

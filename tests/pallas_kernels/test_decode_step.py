@@ -14,6 +14,7 @@ from specjax.cache import KVCache
 from specjax.draft import Rows
 from specjax.pallas_kernels import dispatch, traffic
 from specjax.pallas_kernels.decode_step import reference, tpu
+from specjax.pallas_kernels.decode_step.tiles import StepTiles
 from specjax.pallas_kernels.decode_step.weights import Plan, Weights, pack, product
 from specjax.pallas_kernels.tree_attention import cases
 from specjax.pallas_kernels.tree_attention.cases import Case
@@ -21,7 +22,8 @@ from specjax.pallas_kernels.tree_attention.tpu_request import bounds_of
 from specjax.targets import fused, rope
 
 SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-RUNS = reference.decode_step, functools.partial(tpu.decode_step, interpret=SIMULATED, block=128)
+SMALL = functools.partial(StepTiles.rule, most=128)  # contexts are several of these blocks
+RUNS = reference.decode_step, functools.partial(tpu.decode_step, interpret=SIMULATED, tiles=SMALL)
 
 CONFIGS = {
     "toy": tiny_config(max_position_embeddings=1024),
@@ -67,7 +69,7 @@ def test_interpreted_int8_equals_its_reference():
     cos, sin = rope.cos_sin(target.config.rope, target.config.head_dim, rows.positions, 1024)
     stacked = np.stack(cache.k), np.stack(cache.v)
     args = cut["fused"], one.embed(cut, rows.tokens), cos, sin, *stacked, cache.table, committed, rows
-    simulated = functools.partial(tpu.decode_step, interpret=SIMULATED, block=128)
+    simulated = functools.partial(tpu.decode_step, interpret=SIMULATED, tiles=SMALL)
     want, got = (jax.jit(functools.partial(run, one.plan))(*args) for run in (reference.decode_step, simulated))
     close(got[0][live], want[0][live], "bfloat16")
 

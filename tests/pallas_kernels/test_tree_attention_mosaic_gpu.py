@@ -9,13 +9,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from specjax.pallas_kernels.tree_attention import cases, mosaic_gpu, reference
+from specjax.pallas_kernels.tree_attention.tiles import MosaicTiles
 
 SIMULATED = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
 STATIC = ("scale", "window", "softcap")
 HOPPER, BLACKWELL = 90, 100
 REFERENCE = jax.jit(reference.tree_attention, static_argnames=STATIC)
 KERNEL = jax.jit(
-    functools.partial(mosaic_gpu.tree_attention, interpret=SIMULATED), static_argnames=(*STATIC, "capability", "splits")
+    functools.partial(mosaic_gpu.tree_attention, interpret=SIMULATED), static_argnames=(*STATIC, "capability", "tiles")
 )
 
 
@@ -55,7 +56,7 @@ def test_interpreted_equals_the_reference_everywhere(case, capability):
 
 def test_a_request_may_be_split_finer_than_its_blocks():
     case = cases.Case((200, 0), (3, 1), 3, heads=2, groups=1, dim=16, page=16, dtype="bfloat16", fill=cases.NAN)
-    check(case, capability=HOPPER, splits=8)
+    check(case, capability=HOPPER, tiles=lambda sizes: dataclasses.replace(MosaicTiles.rule(sizes), splits=8))
 
 
 def test_what_the_kernel_does_not_have_is_declined():

@@ -1,6 +1,7 @@
 """The TPU kernel, interpreted (copies, semaphores and races simulated), against the reference over the shared cases."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -8,23 +9,24 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from specjax.pallas_kernels.tree_attention import cases, reference, tpu
+from specjax.pallas_kernels.tree_attention.tiles import TpuTiles
 
 SIMULATED = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 REFERENCE = jax.jit(reference.tree_attention, static_argnames=("scale", "window", "softcap"))
-KERNEL = jax.jit(tpu.tree_attention, static_argnames=("scale", "window", "softcap", "interpret", "block"))
+KERNEL = jax.jit(tpu.tree_attention, static_argnames=("scale", "window", "softcap", "interpret", "tiles"))
 
 
-# Contexts of the cases are several of these; blocks of the default size are longer than most of them.
-BLOCK = 128
+# Contexts of the cases are several blocks of this size; those of the rule are longer than most of them.
+SMALL = functools.partial(TpuTiles.rule, most=128)
 
 
-def run(case, args, interpret=SIMULATED, block=BLOCK):
-    return np.asarray(KERNEL(*args, interpret=interpret, block=block, **case.options), np.float32)
+def run(case, args, interpret=SIMULATED, tiles: Callable | None = SMALL):
+    return np.asarray(KERNEL(*args, interpret=interpret, tiles=tiles, **case.options), np.float32)
 
 
-def check(case, block=BLOCK):
+def check(case, tiles: Callable | None = SMALL):
     inputs = cases.build(case)
-    got = run(case, inputs.args, block=block)[inputs.live]
+    got = run(case, inputs.args, tiles=tiles)[inputs.live]
     want = np.asarray(REFERENCE(*inputs.args, **case.options), np.float32)[inputs.live]
     assert np.isfinite(got).all()
     np.testing.assert_allclose(got, want, atol=cases.TOLERANCE[case.dtype], rtol=0)
@@ -39,7 +41,15 @@ def test_interpreted_equals_the_reference(case):
 @pytest.mark.parametrize("case", cases.sweep(), ids=lambda case: case.name)
 def test_interpreted_equals_the_reference_everywhere(case):
     check(case)
-    check(case, block=None)
+    check(case, tiles=None)
+
+
+@pytest.mark.parametrize("page", [384, 512])
+def test_a_block_may_be_several_large_pages(page):
+    """Each copy stays inside its page."""
+    case = cases.Case((1500, 40), (3, 2), 3, dim=128, page=page, slots=4 * page, fill=cases.NAN, seed=page)
+    assert TpuTiles.rule(case.sizes).block > page
+    check(case, tiles=None)
 
 
 def test_copies_may_arrive_early_or_late():

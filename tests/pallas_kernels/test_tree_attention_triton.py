@@ -1,5 +1,6 @@
 """The Triton kernel, interpreted as plain JAX operations, against the reference over the shared cases."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 
 from specjax.pallas_kernels.tree_attention import cases, reference, splits, triton
+from specjax.pallas_kernels.tree_attention.tiles import TritonTiles
 
 STATIC = ("scale", "window", "softcap")
 REFERENCE = jax.jit(reference.tree_attention, static_argnames=STATIC)
-KERNEL = jax.jit(functools.partial(triton.tree_attention, interpret=True), static_argnames=(*STATIC, "splits"))
+KERNEL = jax.jit(functools.partial(triton.tree_attention, interpret=True), static_argnames=(*STATIC, "tiles"))
 
 
 def check(case, **options):
@@ -36,7 +38,7 @@ def test_interpreted_equals_the_reference_everywhere(case):
 def test_a_request_may_be_split_finer_than_its_blocks():
     """Splits of several blocks, of one, and empty ones; a window leaves the first splits nothing to do."""
     case = cases.Case((400, 40, 0), (3, 2, 1), 3, heads=2, groups=1, dim=16, page=16, window=150, fill=cases.NAN)
-    check(case, splits=8)
+    check(case, tiles=lambda sizes: dataclasses.replace(TritonTiles.rule(sizes), splits=8))
 
 
 def test_partial_softmaxes_merge_into_the_whole():

@@ -1,13 +1,14 @@
 """The whole decoder step as one TPU kernel without a grid: all layers in a loop at run time, weights in one stream.
 
 The step's time is that of reading the weights. They come as one array of equal tiles in the order of their use (see
-`weights.py`), copied through a ring of VMEM banks: when a tile has been multiplied, the copy of the one `BANKS` later
+`weights.py`), copied through a ring of VMEM banks: when a tile has been multiplied, the copy of the one `banks` later
 starts in its place, in whatever matrix or layer that lies. So the stream goes on while the kernel attends, norms and
 crosses layer borders. Rows are padded to whole sublanes for each request.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +18,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from specjax.array_types import Array
 from specjax.draft import Rows
+from specjax.pallas_kernels.decode_step.tiles import StepSizes, StepTiles
 from specjax.pallas_kernels.decode_step.weights import Plan, Weights
 from specjax.pallas_kernels.tree_attention import reference as attention
+from specjax.pallas_kernels.tree_attention.tiles import LANES, Sizes
 from specjax.pallas_kernels.tree_attention.tpu import words_of
-from specjax.pallas_kernels.tree_attention.tpu_request import LANES, Scratch, Shape, attend_request, bounds_of
+from specjax.pallas_kernels.tree_attention.tpu_request import Scratch, Shape, attend_request, bounds_of
+from specjax.pallas_kernels.tuning import choose
 
-BANKS = 12
 MAX_WIDTH = 32  # rows of a request
 MAX_ROWS = 256  # rows in all, padding included
-CACHE_BLOCK = 512  # slots of a block of cached keys
-VMEM_BYTES = 56 * 2**20  # v5p and 7x have 64 MiB a core
 
 
 def decode_step(
@@ -43,18 +44,18 @@ def decode_step(
     *,
     taps: tuple[int, ...] = (),
     interpret: bool | pltpu.InterpretParams = False,
-    block: int = CACHE_BLOCK,
+    tiles: Callable[[StepSizes], StepTiles] | None = None,
 ) -> tuple[Array, Array | None, Array, Array]:
     """`reference.decode_step` on a TPU; the cache is updated in place where it is donated.
 
-    `interpret` and `block` are as of tree attention's `attend`.
+    `interpret` and `tiles` are as of tree attention's `attend`.
 
     Raises:
         NotImplementedError: more rows, other page sizes or dtypes than the kernel has.
     """
     if x.dtype != plan.dtype or weights.tiles.dtype != plan.tile_dtype:
         raise NotImplementedError(f"rows of {x.dtype} and weights of {weights.tiles.dtype} in a plan for {plan.dtype}")
-    step = step_of(plan, rows, k_cache, table, taps, block)
+    step = step_of(plan, rows, k_cache, table, taps, tiles)
     shape, width = step.shape, step.width
     operands = _operands(step, weights, x, cos, sin, rows)
     table = jnp.arange(rows.batch, dtype=jnp.int32) if table is None else table.reshape(-1)
@@ -72,7 +73,7 @@ def decode_step(
     return packed(hidden), jnp.concatenate(found, axis=-1) if taps else None, k_cache, v_cache
 
 
-def step_of(plan: Plan, rows: Rows, k_cache: Array, table: Array | None, taps=(), block: int = CACHE_BLOCK) -> "_Step":
+def step_of(plan: Plan, rows: Rows, k_cache: Array, table: Array | None, taps=(), tiles=None) -> "_Step":
     """The static half of a call.
 
     Raises:
@@ -88,11 +89,13 @@ def step_of(plan: Plan, rows: Rows, k_cache: Array, table: Array | None, taps=()
     tile = jax.ShapeDtypeStruct((rows.batch, width, plan.groups, plan.dim), dtype)
     queries = jax.ShapeDtypeStruct((rows.batch, width, plan.heads, plan.dim), dtype)
     pages = jax.ShapeDtypeStruct(k_cache.shape[1:], k_cache.dtype)
-    shape = Shape.of(queries, tile, pages, table, None, None, block)
-    step = _Step(plan=plan, shape=shape, width=width, taps=tuple(t for t in taps if t))
-    if step.vmem_bytes > VMEM_BYTES:
-        raise NotImplementedError(f"{step.vmem_bytes >> 20} MiB of VMEM, of {VMEM_BYTES >> 20}")
-    return step
+    taps = tuple(t for t in taps if t)
+    sizes = StepSizes(plan, Sizes.of(queries, tile, pages, table), len(taps))
+    chosen = choose(StepTiles, sizes) if tiles is None else tiles(sizes)
+    shape = Shape.of(queries, tile, pages, table, None, None, lambda _: chosen.attention)
+    if problem := chosen.problem(sizes):
+        raise NotImplementedError(problem)
+    return _Step(plan=plan, shape=shape, sizes=sizes, tiles=chosen, width=width, taps=taps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,8 @@ class _Step:
 
     plan: Plan
     shape: Shape
+    sizes: StepSizes
+    tiles: StepTiles
     width: int
     taps: tuple[int, ...]
 
@@ -109,36 +114,27 @@ class _Step:
         return self.shape.dtype
 
     @property
+    def banks(self) -> int:
+        return self.tiles.banks
+
+    @property
     def rows(self) -> int:
         """Rows of the products, whole sublanes."""
-        return self.shape.batch * self.width
+        return self.sizes.rows
 
     @property
     def lanes(self) -> dict[str, int]:
-        """Lanes of the buffers between the products: the residual stream's, heads', attention's and the MLP's."""
-        plan = self.plan
-        return {
-            "x": max(plan.padded("out"), plan.padded("down"), plan.matrices["qkv"].inputs * plan.columns),
-            "qkv": plan.matrices["qkv"].outputs * plan.rows,
-            "attended": plan.matrices["out"].inputs * plan.columns,
-            "mlp": max(plan.matrices["gate_up"].outputs // 2 * plan.rows, plan.matrices["down"].inputs * plan.columns),
-        }
+        """Lanes of the buffers between the products."""
+        return self.sizes.lanes
 
     @property
     def window(self) -> int:
-        """Slots that are read, changed and written to store a request's rows: whole sublanes around them."""
-        return self.width + 32 // self.dtype.itemsize
+        """Slots that are read, changed and written to store a request's rows."""
+        return self.sizes.window
 
     @property
     def vmem_bytes(self) -> int:
-        plan, item, lanes = self.plan, self.dtype.itemsize, self.lanes
-        banks = BANKS * plan.rows * plan.columns * plan.tile_dtype.itemsize
-        banks += plan.layers * plan.scales["all"] * plan.rows * 4 if plan.int8 else 0
-        buffers = self.rows * 4 * (2 * lanes["x"] + lanes["qkv"] + lanes["attended"] + lanes["mlp"])
-        outside = self.rows * item * lanes["x"] * (2 + len(self.taps)) + 2 * plan.layers * lanes["x"] * 4
-        dim = -(-plan.dim // LANES) * LANES
-        windows = 2 * plan.groups * self.window * dim * item
-        return banks + buffers + outside + windows + self.shape.vmem_bytes + 2 * self.rows * dim * 4
+        return self.tiles.vmem_bytes(self.sizes)
 
     @property
     def cost(self) -> pl.CostEstimate:
@@ -189,7 +185,7 @@ def _operands(step: _Step, weights: Weights, x: Array, cos: Array, sin: Array, r
 class _Buffers(NamedTuple):
     """Scratch of the kernel; everything between two products is float32 that holds rounded values."""
 
-    banks: Any  # [BANKS, columns, rows]
+    banks: Any  # [banks, columns, rows]
     x: Any  # [N, d], the residual stream
     normed: Any  # [N, d]
     qkv: Any  # [N, (h + 2g) f]
@@ -201,7 +197,7 @@ class _Buffers(NamedTuple):
     k_window: Any  # [g, window, f]
     v_window: Any  # [g, window, f]
     bank: Any  # [1]: of the next tile
-    loaded: Any  # [BANKS]
+    loaded: Any  # [banks]
     stored: Any  # [1]
 
     @classmethod
@@ -216,7 +212,7 @@ class _Buffers(NamedTuple):
             pltpu.VMEM((s.groups, step.window, s.dim), s.dtype),
         )
         return cls(
-            pltpu.VMEM((BANKS, step.plan.columns, step.plan.rows), step.plan.tile_dtype),
+            pltpu.VMEM((step.banks, step.plan.columns, step.plan.rows), step.plan.tile_dtype),
             between("x"),
             between("x"),
             between("qkv"),
@@ -228,7 +224,7 @@ class _Buffers(NamedTuple):
             window,
             window,
             pltpu.SMEM((1,), jnp.int32),
-            pltpu.SemaphoreType.DMA((BANKS,)),
+            pltpu.SemaphoreType.DMA((step.banks,)),
             pltpu.SemaphoreType.DMA((1,)),
         )
 
@@ -295,7 +291,7 @@ def _kernel(
     def load(tile, bank):
         return pltpu.make_async_copy(tiles.at[tile], at.banks.at[bank], at.loaded.at[bank])
 
-    for bank in range(min(BANKS, tiles_in_all)):
+    for bank in range(min(step.banks, tiles_in_all)):
         load(bank, bank).start()
     at.bank[0] = 0
     attending.turn[0] = 0
@@ -306,7 +302,7 @@ def _kernel(
     def multiply(source, column, tile):
         """`source[:, column of tiles] @ tile`, in float32; the bank is filled again at once."""
         bank = at.bank[0]
-        at.bank[0] = jnp.where(bank + 1 == BANKS, 0, bank + 1)
+        at.bank[0] = jnp.where(bank + 1 == step.banks, 0, bank + 1)
         load(tile, bank).wait()
         lanes = pl.ds(pl.multiple_of(column * plan.columns, LANES), plan.columns)
         precision = jax.lax.Precision.HIGHEST if step.dtype == jnp.float32 else None
@@ -315,9 +311,9 @@ def _kernel(
             source[:, lanes].astype(step.dtype), weight, precision=precision, preferred_element_type=jnp.float32
         )
 
-        @pl.when(tile + BANKS < tiles_in_all)
+        @pl.when(tile + step.banks < tiles_in_all)
         def _():
-            load(tile + BANKS, bank).start()
+            load(tile + step.banks, bank).start()
 
         return y
 

@@ -18,6 +18,7 @@ tiles of an output tile lie behind each other, so they are one matrix, `[inputs,
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,14 +30,13 @@ from specjax.array_types import Array
 from specjax.draft import Rows
 from specjax.pallas_kernels import gpu
 from specjax.pallas_kernels.decode_step import reference
-from specjax.pallas_kernels.decode_step.triton_product import MIN_SIDE, Block, Piece
+from specjax.pallas_kernels.decode_step.tiles import MIN_SIDE, ProductSizes, ProductTiles
+from specjax.pallas_kernels.decode_step.triton_product import Block, Piece
 from specjax.pallas_kernels.decode_step.weights import Plan, Weights
 from specjax.pallas_kernels.tree_attention import triton as attention
+from specjax.pallas_kernels.tuning import choose
 
 MAX_ROWS = 128
-PIECE = 32  # the fewest output columns of a piece: 64 bytes of bfloat16
-LINE = 128  # bytes of weights that are read at once, where that leaves enough programs
-PROGRAMS = 128  # enough: about one for each multiprocessor of a large GPU
 
 
 def decode_step(
@@ -52,16 +52,18 @@ def decode_step(
     rows: Rows,
     *,
     taps: tuple[int, ...] = (),
+    tiles: Callable[[ProductSizes], ProductTiles] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array | None, Array, Array]:
     """`reference.decode_step` on a GPU; the cache is updated in place where it is donated.
 
-    Rows that are not valid are worked on as zeros, so nothing that they hold reaches another row.
+    Rows that are not valid are worked on as zeros, so nothing that they hold reaches another row. `tiles` is as of
+    `Step`.
 
     Raises:
         NotImplementedError: more rows, other dtypes or head widths than the kernels have.
     """
-    step = step_of(plan, weights, x, k_cache, rows)
+    step = step_of(plan, weights, x, k_cache, rows, tiles)
     own = jnp.arange(rows.batch, dtype=jnp.int32)[:, None] if table is None else table
     slots = _slots(step, rows, own)
     x = jnp.where(rows.valid[:, None], x, 0)
@@ -76,7 +78,7 @@ def decode_step(
     return hidden, jnp.concatenate(found, axis=-1) if taps else None, k_cache, v_cache
 
 
-def step_of(plan: Plan, weights: Weights, x: Array, k_cache: Array, rows: Rows) -> "Step":
+def step_of(plan: Plan, weights: Weights, x: Array, k_cache: Array, rows: Rows, tiles=None) -> "Step":
     """The static half of a call.
 
     Raises:
@@ -89,7 +91,7 @@ def step_of(plan: Plan, weights: Weights, x: Array, k_cache: Array, rows: Rows) 
         raise NotImplementedError(f"{rows.count} rows, of {MAX_ROWS}")
     if plan.dim % MIN_SIDE or plan.dim > 256:
         raise NotImplementedError(f"heads of width {plan.dim}, of multiples of {MIN_SIDE} up to 256")
-    step = Step(plan, rows.count, k_cache.shape[1], k_cache.shape[3], gpu.capability() is not None)
+    step = Step(plan, rows.count, k_cache.shape[1], k_cache.shape[3], gpu.capability() is not None, tiles)
     if step.cached >= 2**30:
         raise NotImplementedError(f"a cache of {step.cached} slots and heads, which 32-bit indices do not reach twice")
     return step
@@ -97,13 +99,23 @@ def step_of(plan: Plan, weights: Weights, x: Array, k_cache: Array, rows: Rows) 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The static half of a call: `rows` packed rows over `pages` pages a layer, of `page` slots."""
+    """The static half of a call.
+
+    Attributes:
+        plan: the decoder.
+        rows: packed rows.
+        pages: of a layer's cache.
+        page: slots of each.
+        nvidia: or AMD.
+        tiles: says what a product chooses for its sizes; None takes the device's table, or the rule.
+    """
 
     plan: Plan
     rows: int
     pages: int
     page: int
     nvidia: bool
+    tiles: Callable[[ProductSizes], ProductTiles] | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -122,19 +134,13 @@ class Step:
     def half(self) -> int:
         return self.plan.dim // 2
 
-    @property
-    def qkv(self) -> Block:
-        """Pieces are the same part of both halves of a head; all of it where the head is normed."""
-        whole = max(MIN_SIDE, pl.next_power_of_2(self.half))
-        return self.block("qkv", whole if self.plan.qk_norm else min(PIECE, whole), 2)
-
-    def block(self, name: str, piece: int, pieces: int) -> Block:
-        return Block.of(self.plan, name, self.rows, piece, pieces, self.nvidia)
-
-    def piece(self, size: int) -> int:
-        """Output columns of a piece of a matrix of `size` outputs: whole lines, unless programs would be too few."""
-        wide = LINE // self.dtype.itemsize
-        return wide if pl.cdiv(size, wide) >= PROGRAMS else PIECE
+    def block(self, matrix: str) -> Block:
+        """What a program of a product works on."""
+        sizes = ProductSizes(self.plan, matrix, self.rows, self.nvidia)
+        chosen = choose(ProductTiles, sizes) if self.tiles is None else self.tiles(sizes)
+        if problem := chosen.problem(sizes):
+            raise NotImplementedError(problem)
+        return Block.of(sizes, chosen)
 
     def call(self, kernel: Any, name: str, programs: int, block: Block, matrix: str, interpret: bool, **options: Any):
         """A `pallas_call` that streams a matrix."""
@@ -186,7 +192,7 @@ def _layer(
 
 def qkv(step: Step, number, weights: Weights, x, cos, sin, slots, k_cache, v_cache, interpret=False):
     """Queries, keys and values of normed rows, rotated, and the cache with keys and values in it."""
-    plan, block = step.plan, step.qkv
+    plan, block = step.plan, step.block("qkv")
     flat = [c.reshape(-1, plan.dim) for c in (k_cache, v_cache)]
     norms = [] if weights.head_norms is None else [weights.head_norms.reshape(-1, plan.dim)]
     inputs = [number, x, weights.norms.reshape(-1, plan.hidden), _flat(weights), cos, sin, slots, *norms]
@@ -207,7 +213,7 @@ def qkv(step: Step, number, weights: Weights, x, cos, sin, slots, k_cache, v_cac
 def out(step: Step, matrix: str, number, weights: Weights, y, x, interpret=False):
     """The residual stream `x` and the product of `y` with matrix `out` or `down`."""
     size = step.plan.hidden
-    block = step.block(matrix, step.piece(size), 1)
+    block = step.block(matrix)
     return step.call(
         _out,
         "decode_out",
@@ -222,7 +228,7 @@ def out(step: Step, matrix: str, number, weights: Weights, y, x, interpret=False
 def gate_up(step: Step, number, weights: Weights, x, interpret=False):
     """The activations of the MLP of normed rows."""
     size = step.plan.intermediate
-    block = step.block("gate_up", step.piece(size), 2)
+    block = step.block("gate_up")
     return step.call(
         _gate_up,
         "decode_gate_up",

@@ -9,10 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from specjax.array_types import Array
+from specjax.pallas_kernels.decode_step.tiles import ProductSizes, ProductTiles
 from specjax.pallas_kernels.decode_step.weights import Plan
-
-MIN_SIDE = 16  # of each side of a product
-STAGE_BYTES = 2**17  # of copies on their way for a program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,17 +40,18 @@ class Block:
     stages: int
 
     @classmethod
-    def of(cls, plan: Plan, matrix: str, count: int, piece: int, pieces: int, nvidia: bool) -> "Block":
-        """By rule, until a device has been measured; AMD's compiler passes copies through registers: two stages."""
-        dtype, size = jnp.dtype(plan.dtype), plan.matrices[matrix].size_in
-        rows = max(MIN_SIDE, pl.next_power_of_2(count))
-        # Of many float32 rows, 32 inputs at once spilled registers on NVIDIA where a piece is 64 columns.
-        few, many = (32, 16) if dtype == jnp.float32 else (128, 64)
-        most = few if rows <= 32 else many
-        inputs = min(most, max(MIN_SIDE, pl.next_power_of_2(size)))
-        turn = (rows + pieces * piece) * inputs * dtype.itemsize
-        stages = min(4, STAGE_BYTES // turn) if nvidia else 2
-        return cls(count, rows, piece, size, inputs, dtype, plan.eps, 4 if rows <= 32 else 8, stages)
+    def of(cls, sizes: ProductSizes, tiles: ProductTiles) -> "Block":
+        return cls(
+            count=sizes.count,
+            rows=sizes.rows,
+            piece=tiles.piece,
+            size=sizes.size,
+            inputs=tiles.inputs,
+            dtype=sizes.dtype,
+            eps=sizes.plan.eps,
+            warps=tiles.warps,
+            stages=tiles.stages,
+        )
 
     def stream(self, x, tiles, pieces: list["Piece"], norm=None, which=None) -> tuple[list[Array], Array, Array]:
         """Sums `[rows, piece]` of all rows over all inputs, a piece each, in float32.

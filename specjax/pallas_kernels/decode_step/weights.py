@@ -6,16 +6,15 @@ run ahead across layer borders. A tile holds `columns` inputs of `rows` outputs,
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specjax.array_types import Array, Float, Int, pytree
-
-LANES = 128
-TILE_BYTES = 2**21
+from specjax.pallas_kernels import dispatch
+from specjax.pallas_kernels.decode_step.cut import Cut, Matrices
+from specjax.pallas_kernels.tuning import choose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,16 +67,19 @@ class Plan:
 
     @classmethod
     def of(cls, *, dtype: str, int8: bool = False, **sizes: Any) -> "Plan":
-        """A plan whose tiles waste least: padding costs its bytes, every tile a copy of its own."""
-        item = 1 if int8 else jnp.dtype(dtype).itemsize
+        """A plan whose tiles are of the size that a table of the device has, or the rule."""
+        given = {name: sizes[name] for name in ("hidden", "intermediate", "heads", "groups", "dim")}
+        matrices = Matrices(dtype=dtype, int8=int8, **given)
+        cut = choose(Cut, matrices) if dispatch.platform() == "tpu" else Cut.rule(matrices)
+        return cls(dtype=dtype, rows=cut.rows, columns=cut.columns, int8=int8, **sizes)
 
-        def bytes_moved(tile):
-            plan = cls(dtype=dtype, rows=tile[0], columns=tile[1], int8=int8, **sizes)
-            return plan.tiles * (plan.rows * plan.columns * item + 2**16)
+    def cut(self, cut: Cut) -> "Plan":
+        """The same decoder in other tiles."""
+        return dataclasses.replace(self, rows=cut.rows, columns=cut.columns)
 
-        sides = itertools.product(range(LANES, 1025, LANES), range(LANES, 4097, LANES))
-        rows, columns = min((s for s in sides if s[0] * s[1] * item <= TILE_BYTES), key=bytes_moved)
-        return cls(dtype=dtype, rows=rows, columns=columns, int8=int8, **sizes)
+    @property
+    def sizes(self) -> Matrices:
+        return Matrices(self.hidden, self.intermediate, self.heads, self.groups, self.dim, self.dtype, self.int8)
 
     @property
     def tile_dtype(self) -> jnp.dtype:
@@ -86,14 +88,8 @@ class Plan:
     @functools.cached_property
     def matrices(self) -> dict[str, Matrix]:
         """The matrices of a layer in the order of their use; gate and up take turns, one row of tiles each."""
-        sizes = (
-            ("qkv", (self.heads + 2 * self.groups) * self.dim, self.hidden),
-            ("out", self.hidden, self.heads * self.dim),
-            ("gate_up", self.intermediate, self.hidden),
-            ("down", self.hidden, self.intermediate),
-        )
         found, first = {}, 0
-        for name, size_out, size_in in sizes:
+        for name, size_out, size_in in self.sizes.shapes():
             outputs, inputs = -(-size_out // self.rows), -(-size_in // self.columns)
             outputs *= 2 if name == "gate_up" else 1
             found[name] = Matrix(name, size_out, size_in, outputs, inputs, first)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.draft import Rows, chain, pack, tree
+from specjax.pallas_kernels.tree_attention.tiles import Sizes
 
 POISON = 1e4
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
@@ -62,6 +63,13 @@ class Case:
         shape = f"{len(self.committed)}x{self.width}-h{self.heads}g{self.groups}f{self.dim}"
         kind = "chain" if self.chain else "tree"
         return "-".join([shape, cache, self.dtype, kind, *extras, f"seed{self.seed}"])
+
+    @property
+    def sizes(self) -> Sizes:
+        """As a kernel sees them."""
+        page, columns = (self.slots, 1) if self.page is None else (self.page, -(-self.slots // self.page))
+        own = len(self.committed), self.width, self.heads, self.groups, self.dim, self.width
+        return Sizes(*own, page, columns, jnp.dtype(self.dtype), self.window)
 
     @property
     def options(self) -> dict[str, Any]:

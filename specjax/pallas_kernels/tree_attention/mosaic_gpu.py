@@ -9,6 +9,7 @@ weights pass through shared memory (Blackwell: its tensor memory), and partial s
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,19 +21,19 @@ from specjax.array_types import Array, Bool, Float, Int
 from specjax.draft import Rows
 from specjax.pallas_kernels import gpu
 from specjax.pallas_kernels.tree_attention import reference
-from specjax.pallas_kernels.tree_attention.splits import choose_splits, merge_splits
+from specjax.pallas_kernels.tree_attention.splits import merge_splits
+from specjax.pallas_kernels.tree_attention.tiles import BLOCK, MosaicTiles, Sizes, rows_of
+from specjax.pallas_kernels.tuning import choose
 
 NEG = reference.NEG
 LOG2E = math.log2(math.e)
-BLOCK = 64  # slots worked on at once
-RING_BYTES = 112 * 2**10  # shared memory that lets two blocks of threads live on a multiprocessor
 
 
 def tree_attention(
-    q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, splits=None, capability=None, interpret=False, **options
+    q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, tiles=None, capability=None, interpret=False, **options
 ) -> Array:
-    """`reference.tree_attention` on a GPU, with `splits`, `capability` and `interpret` as of `attend`."""
-    padded = functools.partial(attend, splits=splits, capability=capability, interpret=interpret)
+    """`reference.tree_attention` on a GPU, with `tiles`, `capability` and `interpret` as of `attend`."""
+    padded = functools.partial(attend, tiles=tiles, capability=capability, interpret=interpret)
     return reference.tree_attention(q, k, v, k_pages, v_pages, table, committed, rows, padded=padded, **options)
 
 
@@ -50,20 +51,20 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    splits: int | None = None,
+    tiles: Callable[[Sizes], MosaicTiles] | None = None,
     capability: int | None = None,
     interpret: bool | plgpu.InterpretGPUParams = False,
 ) -> Float[Array, "b n h f"]:
     """`reference.attend` on a GPU; the tables may hold anything behind a request's last page.
 
-    `splits` are blocks of threads that share a request's slots, by default enough to fill a GPU. `capability` names the
+    `tiles` says what to choose for a call's sizes; by default the device's table, or the rule. `capability` names the
     GPU (90, 100), by default the one around the trace. `interpret` simulates the kernel, its copies and barriers.
 
     Raises:
         NotImplementedError: GPUs, dtypes, head widths or page sizes that the kernel does not have.
     """
     capability = gpu.capability() if capability is None else capability
-    shape = _Shape.of(q, k, k_pages, table, scale, window, softcap, splits, capability)
+    shape = _Shape.of(q, k, k_pages, table, scale, window, softcap, tiles, capability)
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()
     table = jnp.arange(shape.batch, dtype=jnp.int32) if table is None else table.reshape(-1)
@@ -87,7 +88,7 @@ class _Shape:
     tile: int
     page: int
     columns: int
-    splits: int
+    tiles: MosaicTiles
     rows: int
     dtype: jnp.dtype
     scale: float
@@ -95,9 +96,9 @@ class _Shape:
     softcap: float | None
 
     @classmethod
-    def of(cls, q, k, pages, table, scale, window, softcap, splits, capability) -> "_Shape":
-        (batch, width, heads, dim), (_, tile, groups, _) = q.shape, k.shape
-        page, dtype, columns = pages.shape[2], pages.dtype, 1 if table is None else table.shape[1]
+    def of(cls, q, k, pages, table, scale, window, softcap, tiles, capability) -> "_Shape":
+        (batch, width, _, dim), (_, tile, groups, _) = q.shape, k.shape
+        page, dtype = pages.shape[2], pages.dtype
         if capability not in (90, 100, 103):
             raise NotImplementedError(f"compute capability {capability}, of 90, 100 and 103")
         if not (q.dtype == k.dtype == dtype) or dtype not in (jnp.bfloat16, jnp.float16):
@@ -109,19 +110,21 @@ class _Shape:
             raise NotImplementedError(f"pages of {page} slots, of 16, 32 and multiples of {BLOCK}")
         if table is None and pages.shape[0] != batch:
             raise ValueError(f"a cache of one page a request needs {batch} pages here, got {pages.shape[0]}")
-        rows, ratio = 64 if capability == 90 else 128, heads // groups
-        programs = batch * groups * pl.cdiv(ratio * width, rows)
+        sizes = Sizes.of(q, k, pages, table, window, capability=capability)
+        chosen = choose(MosaicTiles, sizes) if tiles is None else tiles(sizes)
+        if problem := chosen.problem(sizes):
+            raise NotImplementedError(problem)
         return cls(
             batch=batch,
             width=width,
             groups=groups,
-            ratio=ratio,
+            ratio=sizes.ratio,
             dim=dim,
             tile=tile,
             page=page,
-            columns=columns,
-            splits=splits or choose_splits(programs, page * columns),
-            rows=rows,
+            columns=sizes.columns,
+            tiles=chosen,
+            rows=rows_of(sizes),
             dtype=dtype,
             scale=scale,
             window=window,
@@ -134,12 +137,12 @@ class _Shape:
 
     @property
     def tile_blocks(self) -> int:
-        return pl.cdiv(self.tile, BLOCK)
+        return pl.cdiv(self.tile, self.block)
 
     @property
     def piece(self) -> int:
         """Slots of one copy: a block, or a smaller page."""
-        return min(self.page, BLOCK)
+        return min(self.page, self.block)
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -147,11 +150,18 @@ class _Shape:
         return [(start, min(64, self.dim - start)) for start in range(0, self.dim, 64)]
 
     @property
+    def block(self) -> int:
+        """Slots worked on at once."""
+        return self.tiles.block
+
+    @property
+    def splits(self) -> int:
+        return self.tiles.splits
+
+    @property
     def stages(self) -> int:
         """Blocks in the ring."""
-        item = self.dtype.itemsize
-        others = self.rows * (self.dim + (0 if self.blackwell else BLOCK)) * item
-        return max(2, min(4, (RING_BYTES - others) // (2 * BLOCK * self.dim * item)))
+        return self.tiles.stages
 
     @property
     def blackwell(self) -> bool:
@@ -163,7 +173,7 @@ def _pack(q: Array, k: Array, v: Array, seen: Array, position: Array, shape: _Sh
     s = shape
     q = q.reshape(s.batch, s.width, s.groups, s.ratio, s.dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(s.batch, s.groups, s.width * s.ratio, s.dim)
-    rows, keys = s.row_tiles * s.rows - q.shape[2], s.tile_blocks * BLOCK - s.tile
+    rows, keys = s.row_tiles * s.rows - q.shape[2], s.tile_blocks * s.block - s.tile
     seen, position = (jnp.repeat(x.astype(jnp.int32), s.ratio, axis=1) for x in (seen, position))
     # A padding row sees the first key, so that its softmax is finite.
     seen = jnp.pad(jnp.pad(seen, ((0, 0), (0, 0), (0, keys))), ((0, 0), (0, rows), (0, 0)), constant_values=1)
@@ -178,7 +188,7 @@ def _call(shape: _Shape, interpret: bool | plgpu.InterpretGPUParams):
     packed = (s.splits, s.batch, s.groups, s.row_tiles * s.rows)
 
     # One swizzle for all: wgmma wants that of both sides to be the same.
-    swizzle = plgpu.find_swizzle(math.gcd(s.dim, BLOCK) * s.dtype.itemsize * 8)
+    swizzle = plgpu.find_swizzle(math.gcd(s.dim, s.block) * s.dtype.itemsize * 8)
     transforms = (plgpu.TilingTransform((8, swizzle // s.dtype.itemsize)), plgpu.SwizzleTransform(swizzle))
 
     def shared(*dims: int):
@@ -186,20 +196,20 @@ def _call(shape: _Shape, interpret: bool | plgpu.InterpretGPUParams):
 
     scratch = {
         "q_shared": shared(s.rows, s.dim),
-        "k_ring": shared(s.stages, BLOCK, s.dim),
-        "v_ring": shared(s.stages, BLOCK, s.dim),
+        "k_ring": shared(s.stages, s.block, s.dim),
+        "v_ring": shared(s.stages, s.block, s.dim),
         "q_arrived": plgpu.Barrier(),
-        "arrived": plgpu.Barrier(num_arrivals=2 * (BLOCK // s.piece), num_barriers=s.stages),
+        "arrived": plgpu.Barrier(num_arrivals=2 * (s.block // s.piece), num_barriers=s.stages),
     }
     if s.blackwell:
         scratch |= {
-            "weights": plgpu.TMEM((s.rows, BLOCK), s.dtype, packed=True),
-            "scores_memory": plgpu.TMEM((s.rows, BLOCK), jnp.float32),
+            "weights": plgpu.TMEM((s.rows, s.block), s.dtype, packed=True),
+            "scores_memory": plgpu.TMEM((s.rows, s.block), jnp.float32),
             "sums_memory": plgpu.TMEM((s.rows, s.dim), jnp.float32),
             "done": plgpu.Barrier(orders_tensor_core=True),
         }
     else:
-        scratch["weights"] = shared(s.rows, BLOCK)
+        scratch["weights"] = shared(s.rows, s.block)
     return plgpu.kernel(
         functools.partial(_kernel, shape),
         out_type=[
@@ -250,12 +260,12 @@ def _kernel(
     # split's share. A step is a block of the draft tile or of those.
     length = committed[request]
     first = whole = jnp.int32(0)
-    full, end = jax.lax.div(length, BLOCK), pl.cdiv(length, BLOCK)
+    full, end = jax.lax.div(length, s.block), pl.cdiv(length, s.block)
     if s.window is not None:
         where = plgpu.load(position.at[request, rows], layout=layout.reduce(1), optimized=False)
-        first = jax.lax.div(jnp.maximum(length - s.window + 1, 0), BLOCK)
+        first = jax.lax.div(jnp.maximum(length - s.window + 1, 0), s.block)
         # No row is deeper than its request is wide, so all of them see what the deepest would.
-        whole = pl.cdiv(jnp.maximum(length + s.width - s.window, 0), BLOCK)
+        whole = pl.cdiv(jnp.maximum(length + s.width - s.window, 0), s.block)
     share = pl.cdiv(jnp.maximum(end - first, 0), s.splits)
     low = jnp.minimum(first + split * share, end)
     high = jnp.minimum(low + share, end)
@@ -274,18 +284,18 @@ def _kernel(
 
         @pl.when(step < tiles)
         def _():
-            for i in range(BLOCK // s.piece):
-                at = pl.ds(step * BLOCK + i * s.piece, s.piece)
+            for i in range(s.block // s.piece):
+                at = pl.ds(step * s.block + i * s.piece, s.piece)
                 each(i, (k.at[request, group, at], v.at[request, group, at]))
 
         @pl.when((step >= tiles) & (step < steps))
         def _():
-            for i in range(BLOCK // s.piece):
-                start = (low + step - tiles) * BLOCK + i * s.piece
+            for i in range(s.block // s.piece):
+                start = (low + step - tiles) * s.block + i * s.piece
                 # Behind the last page the table may hold anything: the last page again.
                 column = jax.lax.div(jnp.minimum(start, length - 1), s.page)
                 page = table[request * s.columns + column]
-                at = pl.ds(start - column * s.page if s.page > BLOCK else 0, s.piece)
+                at = pl.ds(start - column * s.page if s.page > s.block else 0, s.piece)
                 each(i, (k_pages.at[page, group, at], v_pages.at[page, group, at]))
 
     def multiply(a, b, memory, accumulate=False):
@@ -321,24 +331,26 @@ def _kernel(
         else:  # 1 - 2 / (1 + exp(2 x)) is tanh(x)
             grown = jnp.exp2(scores * (2 * LOG2E * s.scale / s.softcap))
             scores = (s.softcap * LOG2E) - (2 * s.softcap * LOG2E) / (1.0 + grown)
-        start = (low + step - tiles) * BLOCK
+        start = (low + step - tiles) * s.block
         if kind == "tile":
-            at = mask.at[request, rows, pl.ds(step * BLOCK, BLOCK)]
+            at = mask.at[request, rows, pl.ds(step * s.block, s.block)]
             scores = jnp.where(plgpu.load(at, layout=layout, optimized=False) != 0, scores, NEG)
         elif kind == "edge":
-            slots = start + plgpu.broadcasted_iota(jnp.int32, (s.rows, BLOCK), 1, layout=layout)
+            slots = start + plgpu.broadcasted_iota(jnp.int32, (s.rows, s.block), 1, layout=layout)
             seen = slots < length
             if s.window is not None:
-                seen = seen & (slots > rowwise(where, BLOCK) - s.window)
+                seen = seen & (slots > rowwise(where, s.block) - s.window)
             scores = jnp.where(seen, scores, NEG)
             # A weight of 0 does not stop a NaN that an earlier request has left in a slot.
             for at, size in s.pieces:
                 values = v_ring.at[slot, :, pl.ds(at, size)]
-                below = start + plgpu.broadcasted_iota(jnp.int32, (BLOCK, size), 0, layout=plgpu.Layout.WGMMA) < length
+                below = (
+                    start + plgpu.broadcasted_iota(jnp.int32, (s.block, size), 0, layout=plgpu.Layout.WGMMA) < length
+                )
                 found = plgpu.load(values, layout=plgpu.Layout.WGMMA)
                 values[...] = jnp.where(below, found, jnp.zeros_like(found))
         new = jnp.maximum(top, jnp.max(scores, axis=1))
-        grown, shrink = jnp.exp2(scores - rowwise(new, BLOCK)), jnp.exp2(top - new)
+        grown, shrink = jnp.exp2(scores - rowwise(new, s.block)), jnp.exp2(top - new)
         total = total * shrink + jnp.sum(grown, axis=1)
         if s.blackwell:
             plgpu.async_store_tmem(weights, grown.astype(s.dtype))

@@ -1,6 +1,7 @@
 """Tree attention for TPUs (Mosaic): one program a request; `tpu_request.py` is what it does."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,13 @@ from jax.experimental.pallas import tpu as pltpu
 from specjax.array_types import Array, Bool, Float, Int
 from specjax.draft import WORD_BITS, Rows
 from specjax.pallas_kernels.tree_attention import reference
+from specjax.pallas_kernels.tree_attention.tiles import Sizes, TpuTiles
 from specjax.pallas_kernels.tree_attention.tpu_request import Scratch, Shape, attend_request, bounds_of
 
 
-def tree_attention(q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, interpret=False, block=None, **options):
-    """`reference.tree_attention` on a TPU, with `interpret` and `block` as of `attend`."""
-    padded = functools.partial(attend, interpret=interpret, block=block)
+def tree_attention(q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, interpret=False, tiles=None, **options):
+    """`reference.tree_attention` on a TPU, with `interpret` and `tiles` as of `attend`."""
+    padded = functools.partial(attend, interpret=interpret, tiles=tiles)
     return reference.tree_attention(q, k, v, k_pages, v_pages, table, committed, rows, padded=padded, **options)
 
 
@@ -34,17 +36,17 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-    block: int | None = None,
+    tiles: Callable[[Sizes], TpuTiles] | None = None,
 ) -> Float[Array, "b n h f"]:
     """`reference.attend` on a TPU; the tables may hold anything behind a request's last page.
 
-    `interpret` simulates the kernel instead of compiling it, with the defaults or under the parameters given. `block`
-    is about how many slots are worked on at once; the default fills the buffers.
+    `interpret` simulates the kernel instead of compiling it, with the defaults or under the parameters given. `tiles`
+    says what to choose for a call's sizes; by default the device's table, or the rule.
 
     Raises:
         NotImplementedError: more rows, other page sizes or dtypes than the kernel has.
     """
-    shape = Shape.of(q, k, k_pages, table, window, softcap, block)
+    shape = Shape.of(q, k, k_pages, table, window, softcap, tiles)
     packed = _pack(q * jnp.asarray(scale, q.dtype), k, v, seen, position, shape)
     table = jnp.arange(shape.batch, dtype=jnp.int32) if table is None else table.reshape(-1)
     if interpret is True:

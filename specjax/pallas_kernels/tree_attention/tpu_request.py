@@ -8,7 +8,6 @@ whose last block alone (with a window, also its first ones) looks at slot number
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,16 +19,12 @@ from jax.experimental.pallas import tpu as pltpu
 from specjax.array_types import Array
 from specjax.draft import WORD_BITS
 from specjax.pallas_kernels.tree_attention import reference
+from specjax.pallas_kernels.tree_attention.tiles import LANES, Sizes, TpuTiles, up
+from specjax.pallas_kernels.tuning import choose
 
 NEG = reference.NEG
-LANES = 128
 MAX_ROWS = 128  # queries of a request
 MAX_TILE = 512  # keys beside the cache
-BUFFER_BYTES = 2**21  # of one block of keys
-PIECE = 256  # slots of one copy of a large page
-VMEM_BYTES = 48 * 2**20  # v5p and 7x have 64 MiB a core
-UNROLL = 8  # groups whose work the scheduler may interleave
-AHEAD = 2  # groups whose scores are computed before they are needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +40,15 @@ class Shape:
     keys: int
     page: int
     columns: int
-    block: int
+    tiles: TpuTiles
+    vmem_bytes: int
     dtype: jnp.dtype
     window: int | None
     softcap: float | None
 
     @classmethod
-    def of(cls, q: Array, k: Array, pages: Array, table: Array | None, window, softcap, block) -> "Shape":
+    def of(cls, q: Array, k: Array, pages: Array, table: Array | None, window, softcap, tiles) -> "Shape":
+        """`tiles` makes them from the sizes; None takes a table's or the rule's."""
         (batch, width, heads, dim), (_, keys, groups, _) = q.shape, k.shape
         page, dtype = pages.shape[2], pages.dtype
         if not (q.dtype == k.dtype == dtype) or dtype not in (jnp.bfloat16, jnp.float32):
@@ -61,51 +58,46 @@ class Shape:
         if table is None and pages.shape[0] != batch:
             raise ValueError(f"a cache of one page a request needs {batch} pages here, got {pages.shape[0]}")
         sublanes = 32 // dtype.itemsize
-        shape = cls(
+        if page % sublanes:
+            raise NotImplementedError(f"pages of {page} slots, of multiples of {sublanes}")
+        sizes = Sizes.of(q, k, pages, table, window)
+        chosen = choose(TpuTiles, sizes) if tiles is None else tiles(sizes)
+        if problem := chosen.problem(sizes):
+            raise NotImplementedError(problem)
+        return cls(
             batch=batch,
             width=width,
             groups=groups,
             ratio=heads // groups,
             dim=dim,
-            queries=_up(heads // groups * width, sublanes),
-            keys=_up(keys, sublanes),
+            queries=up(heads // groups * width, sublanes),
+            keys=up(keys, sublanes),
             page=page,
             columns=1 if table is None else table.shape[1],
-            block=_block(page, block or BUFFER_BYTES // (groups * _up(dim, LANES) * dtype.itemsize)),
+            tiles=chosen,
+            vmem_bytes=chosen.vmem_bytes(sizes),
             dtype=dtype,
             window=window,
             softcap=softcap,
         )
-        if page % sublanes or shape.vmem_bytes > VMEM_BYTES:
-            raise NotImplementedError(
-                f"pages of {page} slots and {shape.vmem_bytes >> 20} MiB of VMEM, of multiples of {sublanes} and "
-                f"{VMEM_BYTES >> 20}"
-            )
-        return shape
 
     @property
     def words(self) -> int:
         return -(-self.keys // WORD_BITS)
 
     @property
+    def block(self) -> int:
+        return self.tiles.block
+
+    @property
     def piece(self) -> int:
-        """Slots of one copy: a page, or as many of a large one as divide both it and a block."""
-        return self.page if self.page <= min(PIECE, self.block) else math.gcd(self.page, self.block, PIECE)
+        """Slots of one copy."""
+        return self.tiles.piece
 
     @property
     def unrolled(self) -> int:
         """Groups whose work stands side by side; the rest is a loop."""
-        return max(n for n in range(1, UNROLL + 1) if self.groups % n == 0)
-
-    @property
-    def vmem_bytes(self) -> int:
-        """Buffers, accumulators, two of each block that the grid streams, and the largest scores."""
-        dim, item = _up(self.dim, LANES), self.dtype.itemsize
-        cached = 2 * 2 * self.groups * self.block * dim * item
-        sums = self.groups * self.queries * (dim + 2 * LANES) * 4
-        streamed = 2 * self.groups * (2 * self.queries + 2 * self.keys) * dim * item
-        meta = 2 * self.queries * _up(1 + self.words, LANES) * 4
-        return cached + sums + streamed + meta + 4 * self.queries * max(self.block, _up(self.keys, LANES)) * 4
+        return self.tiles.unroll
 
     @property
     def cost(self) -> pl.CostEstimate:
@@ -117,19 +109,6 @@ class Shape:
             bytes_accessed=2 * slots * self.groups * self.dim * self.dtype.itemsize,
             transcendentals=slots * heads,
         )
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _block(page: int, most: int) -> int:
-    """Slots of a block: whole lanes, up to `most` of them, and whole pages or a divisor of a page."""
-    most = max(LANES, min(1024, most // LANES * LANES))
-    if page % LANES == 0 and page > most:
-        return max(size for size in range(LANES, most + 1, LANES) if page % size == 0)
-    whole = math.lcm(page, LANES)
-    return whole * max(1, most // whole)
 
 
 def bounds_of(shape: Shape, committed: Array) -> Array:
@@ -305,9 +284,9 @@ def _each_group(shape: Shape, body: Callable, ahead: Callable = lambda g: None) 
 
     def several(i, _):
         groups = [i * inner + j for j in range(inner)]
-        made = [ahead(g) for g in groups[:AHEAD]]
+        made = [ahead(g) for g in groups[: shape.tiles.ahead]]
         for j, g in enumerate(groups):
-            made += [ahead(g) for g in groups[j + AHEAD : j + AHEAD + 1]]
+            made += [ahead(g) for g in groups[j + shape.tiles.ahead : j + shape.tiles.ahead + 1]]
             body(g, made[j])
 
     if inner == shape.groups:

@@ -10,6 +10,7 @@ are, so nothing is padded and nothing copied: queries, keys and pages are read w
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,19 +21,19 @@ from jax.experimental.pallas import triton as pltriton
 from specjax.array_types import Array, Bool, Float, Int
 from specjax.draft import Rows
 from specjax.pallas_kernels.tree_attention import reference
-from specjax.pallas_kernels.tree_attention.splits import choose_splits, merge_splits
+from specjax.pallas_kernels.tree_attention.splits import merge_splits
+from specjax.pallas_kernels.tree_attention.tiles import MIN_SIDE, Sizes, TritonTiles
+from specjax.pallas_kernels.tuning import choose
 
 NEG = reference.NEG
 LOG2E = math.log2(math.e)
-MIN_TILE = 16  # of each side of a product
-TILE_BYTES = 2**14  # of one block of keys
 
 
 def tree_attention(
-    q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, splits=None, interpret=False, **options
+    q, k, v, k_pages, v_pages, table, committed, rows: Rows, *, tiles=None, interpret=False, **options
 ) -> Array:
-    """`reference.tree_attention` on a GPU, with `splits` and `interpret` as of `attend`."""
-    padded = functools.partial(attend, splits=splits, interpret=interpret)
+    """`reference.tree_attention` on a GPU, with `tiles` and `interpret` as of `attend`."""
+    padded = functools.partial(attend, tiles=tiles, interpret=interpret)
     return reference.tree_attention(q, k, v, k_pages, v_pages, table, committed, rows, padded=padded, **options)
 
 
@@ -50,18 +51,18 @@ def attend(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
-    splits: int | None = None,
+    tiles: Callable[[Sizes], TritonTiles] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "b n h f"]:
     """`reference.attend` on a GPU; the tables may hold anything behind a request's last page.
 
-    `splits` are programs that share a request's slots, by default enough to fill a GPU. `interpret` runs the kernel as
-    plain JAX operations.
+    `tiles` says what to choose for a call's sizes; by default the device's table, or the rule. `interpret` runs the
+    kernel as plain JAX operations.
 
     Raises:
         NotImplementedError: dtypes or head widths that the kernel does not have.
     """
-    shape = _Shape.of(q, k, k_pages, table, scale, window, softcap, splits)
+    shape = _Shape.of(q, k, k_pages, table, scale, window, softcap, tiles)
     flat = [x.reshape(-1, shape.dim) for x in (q, k, v)]
     pages = [x.reshape(-1, shape.dim) for x in (k_pages, v_pages)]
     table = jnp.arange(shape.batch, dtype=jnp.int32) if table is None else table.reshape(-1)
@@ -73,7 +74,7 @@ def attend(
 
 @dataclasses.dataclass(frozen=True)
 class _Shape:
-    """The static half of a call: a program has `queries` rows of a group and works on `block` slots at once."""
+    """The static half of a call."""
 
     batch: int
     width: int
@@ -83,30 +84,26 @@ class _Shape:
     tile: int
     page: int
     columns: int
-    queries: int
-    block: int
-    splits: int
+    tiles: TritonTiles
     dtype: jnp.dtype
     scale: float
     window: int | None
     softcap: float | None
 
     @classmethod
-    def of(cls, q: Array, k: Array, pages: Array, table: Array | None, scale, window, softcap, splits) -> "_Shape":
+    def of(cls, q: Array, k: Array, pages: Array, table: Array | None, scale, window, softcap, tiles) -> "_Shape":
         (batch, width, heads, dim), (_, tile, groups, _) = q.shape, k.shape
         dtype = pages.dtype
         if not (q.dtype == k.dtype == dtype) or dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise NotImplementedError(f"dtypes {q.dtype}, {k.dtype} and a cache of {dtype}")
-        if dim % MIN_TILE or dim > 256:
-            raise NotImplementedError(f"heads of width {dim}, of multiples of {MIN_TILE} up to 256")
+        if dim % MIN_SIDE or dim > 256:
+            raise NotImplementedError(f"heads of width {dim}, of multiples of {MIN_SIDE} up to 256")
         if table is None and pages.shape[0] != batch:
             raise ValueError(f"a cache of one page a request needs {batch} pages here, got {pages.shape[0]}")
-        page, columns = pages.shape[2], 1 if table is None else table.shape[1]
-        packed = heads // groups * width
-        most = 16 if dtype == jnp.float32 else 128 if dim <= 128 else 64
-        queries = min(max(pl.next_power_of_2(packed), MIN_TILE), most)
-        block = max(32, min(128, TILE_BYTES // pl.next_power_of_2(dim * dtype.itemsize)))
-        programs = batch * groups * pl.cdiv(packed, queries)
+        sizes = Sizes.of(q, k, pages, table, window)
+        chosen = choose(TritonTiles, sizes) if tiles is None else tiles(sizes)
+        if problem := chosen.problem(sizes):
+            raise NotImplementedError(problem)
         return cls(
             batch=batch,
             width=width,
@@ -114,11 +111,9 @@ class _Shape:
             groups=groups,
             dim=dim,
             tile=tile,
-            page=page,
-            columns=columns,
-            queries=queries,
-            block=block,
-            splits=splits or choose_splits(programs, page * columns),
+            page=sizes.page,
+            columns=sizes.columns,
+            tiles=chosen,
             dtype=dtype,
             scale=scale,
             window=window,
@@ -130,9 +125,18 @@ class _Shape:
         return self.heads // self.groups
 
     @property
-    def warps(self) -> int:
-        """Warps of a program: more where sums and keys would not fit the registers of four."""
-        return 8 if self.dim > 128 or self.queries > 64 else 4
+    def queries(self) -> int:
+        """Rows of a group that a program has."""
+        return self.tiles.queries
+
+    @property
+    def block(self) -> int:
+        """Slots worked on at once."""
+        return self.tiles.block
+
+    @property
+    def splits(self) -> int:
+        return self.tiles.splits
 
     @property
     def rows(self) -> int:
@@ -142,12 +146,12 @@ class _Shape:
     @property
     def tile_block(self) -> int:
         """Keys of the draft tile that are worked on at once."""
-        return min(self.block, max(MIN_TILE, pl.next_power_of_2(self.tile)))
+        return min(self.block, max(MIN_SIDE, pl.next_power_of_2(self.tile)))
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
         """Start and size of pieces of a head, powers of two, the largest first."""
-        most = 32 if self.dtype == jnp.float32 else 256
+        most = self.tiles.part
         sizes = [most] * (self.dim // most)
         sizes += [1 << bit for bit in reversed(range(most.bit_length())) if self.dim % most >> bit & 1]
         return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
@@ -176,7 +180,7 @@ def _call(shape: _Shape, interpret: bool):
         name="tree_attention",
         out_shape=out,
         grid=(pl.cdiv(s.ratio * s.width, s.queries), s.groups * s.splits, s.batch),
-        compiler_params=pltriton.CompilerParams(num_warps=s.warps),
+        compiler_params=pltriton.CompilerParams(num_warps=s.tiles.warps, num_stages=s.tiles.stages or None),
         cost_estimate=s.cost,
         interpret=interpret,
     )
