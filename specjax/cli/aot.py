@@ -28,6 +28,7 @@ COLUMNS = {
     "chip": "chip",
     "job": "job",
     "compile_s": "compile s",
+    "processor_s": "processor s",
     "code_bytes": "code KB",
     "vmem_bytes": "VMEM KB",
     "temporary_bytes": "temp KB",

@@ -154,7 +154,7 @@ def worker(name: str, given: dict[str, Any]) -> None:
         for batch, each, layers in given["todo"]:
             case = engine_aot.Case(
                 name=given["target"],
-                model=dataclasses.replace(model, num_layers=layers, windows=model.windows[:1] * layers),
+                model=engine_aot.cut(model, layers),
                 drafter="ngram" if each > 1 else "none",
                 drafts=each - 1,
                 batch=batch,

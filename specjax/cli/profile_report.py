@@ -65,20 +65,30 @@ def whole(timed: "Mapping[str, Timed]") -> list[dict[str, Any]]:
 
 
 def compiled(work: "Mapping[str, Work]", rows: Sequence[dict[str, Any]], only: Collection[str]) -> list[dict[str, Any]]:
-    """Rows of a round's phases with what their compiler says; times are of all layers, the rest of one program."""
-    said = {row["phase"]: row for row in rows if "phase" in row}
+    """Rows of a round's phases, with what their compiler says and those of their stages."""
     found = []
     for phase, part in work.items():
         if only and phase not in only:
             continue
-        row, times = _row(phase, part), said.get(phase, {}).get("times", 1)
-        for key, value in said.get(phase, {}).items():
-            if key in ("phase", "times", "job", "chip", "roofline_us"):
-                continue  # ours is of the whole phase
-            row[key] = value * times if key in ("compiler_us", "estimate_us") and value is not None else value
-        found.append(row)
+        row, said = _row(phase, part), [x for x in rows if x.get("phase") == phase]
+        told = [{key: value for key, value in x.items() if key not in ("phase", "job", "chip")} for x in said]
+        for about in (x for x in told if "stage" not in x):
+            row |= about
+        stages = [_state(x) for x in told if "stage" in x]
+        if stages:
+            row["stages"] = stages
+        if failed := [f"{x['stage']}: {x['error']}" for x in stages if "error" in x]:
+            row["error"] = "; ".join(failed)
+        found.append(_state(row, bool(said)))
     # What failed before there was a phase, a compiler that does not start for example.
-    return found + [{"phase": row["job"], "error": row["error"]} for row in rows if "phase" not in row]
+    return found + [{"phase": row["job"], "error": row["error"]} for row in rows if not {"phase", "program"} & set(row)]
+
+
+def _state(row: dict[str, Any], compiled: bool = True) -> dict[str, Any]:
+    """The row with what was done: compiled, failed, declined, or the roofline alone."""
+    failed = next((key for key in ("error", "declined") if key in row), None)
+    state = {"error": "failed", "declined": "declined", None: "compiled" if compiled else "roofline"}[failed]
+    return row | {"state": state}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -94,17 +104,18 @@ def show(found: dict[str, Any]) -> None:
         f"{found['context']}, {drafts}" + (f"; medians of {found['repeats']}" if found["attached"] else "")
     )
     rows = found["phases"]
-    lines = [*rows, *(stage for row in rows for stage in row.get("stages", ()))]
+    lines = [*rows, *(stage for row in rows for stage in row.get("stages", ())), *found["programs"]]
     used = [key for key in COLUMNS if any(line.get(key) is not None for line in lines)]
     units = [unit for unit in SHOWN_UNITS if any(unit in line.get("units", ()) for line in lines)]
     table = Table(show_edge=False)
     table.add_column("phase", no_wrap=True)
     for name in [*(COLUMNS[key][0] for key in used), *units]:
         table.add_column(name, justify="right")
+    if not found["attached"]:
+        table.add_column("", no_wrap=True)
     for row in rows:
-        table.add_row(row["phase"], *_cells(row, used, units))
-        for stage in row.get("stages", ()):
-            table.add_row(f"  {stage['stage']}", *_cells(stage, used, units))
+        for name, line in [(row["phase"], row), *((f"  {x['stage']}", x) for x in row.get("stages", ()))]:
+            table.add_row(name, *_cells(line, used, units), *([line["state"]] if "state" in line else []))
     sums = {key: sum(row.get(key) or 0.0 for row in rows) for key in ("bytes", "flops", "roofline_us", "measured_us")}
     sums = {key: value for key, value in sums.items() if key in used}
     if len(rows) > 1 and sums:
@@ -113,9 +124,10 @@ def show(found: dict[str, Any]) -> None:
     for program in found["programs"]:
         table.add_row(program["program"], *_cells(program, used, units))
     console.print(table)
-    for row in rows:
+    for row in [*rows, *found["programs"]]:
         if "declined" in row or "error" in row:
-            console.print(f"{row['phase']}: {row.get('error') or 'declined: ' + row['declined']}", markup=False)
+            name, declined = row.get("phase") or row["program"], f"declined: {row.get('declined')}"
+            console.print(f"{name}: {row.get('error') or declined}", markup=False)
     for note in found["notes"]:
         console.print(f"-> {note}", markup=False)
     if found.get("trace"):
@@ -157,9 +169,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
         bars.bar([sources[key] for key in shown], heights, bottom=bottoms, color=f"C{i}", label=row["phase"])
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
     for program in found["programs"]:
-        bars.axhline(program["measured_us"], color="0.4", linewidth=0.8, linestyle="--")
-        bars.annotate(program["program"], (1, program["measured_us"]), xycoords=("axes fraction", "data"), fontsize=7,
-                      ha="right", va="bottom")  # fmt: skip
+        if (time := program.get("measured_us") or program.get("compiler_us")) is not None:
+            bars.axhline(time, color="0.4", linewidth=0.8, linestyle="--")
+            bars.annotate(program["program"], (1, time), xycoords=("axes fraction", "data"), fontsize=7,
+                          ha="right", va="bottom")  # fmt: skip
     bars.set_ylabel("µs a round")
     bars.legend(fontsize=7)
     peak, bandwidth = found["peak_flops"], found["bandwidth"]

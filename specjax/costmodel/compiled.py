@@ -37,6 +37,12 @@ CHECK = (1, 1)  # the point that is compiled with all layers
 Point = tuple[int, int]  # requests, rows of each
 
 
+def on_line(values: Mapping[int, float], layers: int) -> float:
+    """The value at `layers` of the line through those at `LAYERS`."""
+    few, more = (values[n] for n in LAYERS)
+    return few + (more - few) / (LAYERS[1] - LAYERS[0]) * (layers - LAYERS[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class Samples:
     """Times of compiled passes by their compiler's estimate; nothing here was measured.
@@ -68,9 +74,7 @@ class Samples:
         Raises:
             KeyError: the point was not compiled with both.
         """
-        few, more = (self.seconds[*point, n] for n in LAYERS)
-        each = (more - few) / (LAYERS[1] - LAYERS[0])
-        return few + each * (layers - LAYERS[0])
+        return on_line({n: self.seconds[*point, n] for n in LAYERS}, layers)
 
     def points(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Requests, and rows of each, of the largest full grid of points that were compiled with both."""

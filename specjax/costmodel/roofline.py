@@ -175,7 +175,7 @@ def round_phases(
     batch: float,
     rows: float,
     context: float,
-    fused: bool = False,
+    fused: int = 0,
 ) -> dict[str, Work]:
     """A round by phase, in order; the times add up to `draft` + `verify` + `fixed`.
 
@@ -186,12 +186,13 @@ def round_phases(
         batch: requests.
         rows: of all requests in the pass.
         context: tokens in the cache of a request.
-        fused: the layers are one kernel, and one phase, `layers`; this is not what `verify` prices.
+        fused: kernels that a fused step makes of all layers, which are then one phase, `layers`; this is not what
+            `verify` prices. 0: no fused step.
     """
     verifying = verify_phases(setup, batch, rows, context)
     if fused:
         inside = setup.layers(setup.target.layers, batch, rows, context, ops={})
-        verifying = {"layers": total(inside.values()) + setup.kernels(1), "head": verifying["head"]}
+        verifying = {"layers": total(inside.values()) + setup.kernels(fused), "head": verifying["head"]}
     drafting = {} if drafter is None else {"draft": draft_work(setup, drafter, shape, batch, context)}
     return (
         drafting

@@ -1,4 +1,4 @@
-"""Rounds for absent TPUs and GPUs, whole and by phase, with abstract weights: what to compile."""
+"""Whole rounds and passes for absent TPUs and GPUs, with abstract weights: what to compile."""
 
 import dataclasses
 import functools
@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.cache import whole_blocks
 from specjax.config import RunConfig
 from specjax.costmodel.shapes import ModelShape
 from specjax.drafters import registry
-from specjax.engine import profile, step
+from specjax.engine import step
 from specjax.engine.engine import Engine
 from specjax.engine.step import Stage, Width
-from specjax.pallas_kernels import aot_decode, aot_gpu
-from specjax.pallas_kernels.aot import Chip, Job, tree_attention_job
+from specjax.pallas_kernels import aot_gpu
+from specjax.pallas_kernels.aot import Chip, Job
 from specjax.pallas_kernels.tree_attention.tpu_request import Shape
 from specjax.targets import decoder, fused
 from specjax.targets.config import DecoderConfig
@@ -165,47 +164,9 @@ def pass_job(case: Case) -> tuple[Job, int]:
     return Job(name=name, function=run, args=(params, state), donated=(1,)), stated
 
 
-def phase_jobs(case: Case) -> dict[str, tuple[Job, int]]:
-    """The phases of a round that XLA compiles, by name: the job, of one layer where layers do it, and how many do.
-
-    Attention is left to the kernel's own job, as are the layers of a fused step.
-    """
-    one = dataclasses.replace(case.model, num_layers=1, windows=case.model.windows[:1])
-    params, state, stage, width = dataclasses.replace(case, fused=False).abstract(one)
-    table = profile.programs(stage, width, jnp.dtype(case.dtype))
-    made = jax.eval_shape(table["accept"][0], params, state, *table["accept"][1])[1]
-    found: dict[str, tuple[Job, int]] = {}
-    if stage.drafter is not None:
-        draft = functools.partial(step.redraft, stage)
-        found["draft"] = Job(name="draft", function=draft, args=(params, state), donated=(1,)), 1
-    layers = [] if case.fused else ["qkv", "output", "mlp"]
-    for name in (*layers, "head", "accept", "commit"):
-        function, shapes = table[name]
-        args = (*shapes[:3], *made) if name == "commit" else shapes
-        times = case.model.num_layers if name in layers else 1
-        found[name] = Job(name=name, function=function, args=(params, state, *args), donated=(1,)), times
-    return found
-
-
-def kernel_jobs(case: Case, chip: Chip | aot_gpu.Chip, committed: int) -> dict[str, tuple[Job, int]]:
-    """The Pallas kernels of a round on a chip, by phase (`layers`: the fused step), and how often a round runs each.
-
-    Raises:
-        ValueError: a fused step on a GPU.
-    """
-    c, rows = case.model, case.drafts + 1
-    if case.fused:
-        if not isinstance(chip, Chip):
-            raise ValueError(
-                f"decode_step is several kernels on {chip.name}, compiled by 'specjax aot': op 'spec_step'"
-            )
-        plan = fused.plan_of(c, case.dtype)
-        return {"layers": (aot_decode.job_of(f"decode_step {case.name}", plan, case.batch, rows, committed), 1)}
-    sizes = {"batch": case.batch, "width": rows, "heads": c.num_heads, "groups": c.num_kv_heads, "dim": c.head_dim}
-    sizes |= {"context": whole_blocks(committed), "window": c.windows[0], "dtype": case.dtype}
-    if isinstance(chip, Chip):
-        return {"attention": (tree_attention_job("attention", **sizes), c.num_layers)}
-    return {"attention": (aot_gpu.tree_attention_job("attention", "op", **sizes), c.num_layers)}
+def cut(model: DecoderConfig, layers: int) -> DecoderConfig:
+    """The first layers of a decoder."""
+    return dataclasses.replace(model, num_layers=layers, windows=model.windows[:1] * layers)
 
 
 def model_of(shape: ModelShape) -> DecoderConfig:

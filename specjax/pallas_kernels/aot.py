@@ -90,6 +90,10 @@ class Job:
     donated: tuple[int, ...] = ()
 
 
+# The passes of libtpu whose state is read. It writes every pass otherwise: of a sort over a vocabulary, gigabytes.
+WRITTEN = "final_bundles|final_hlo-static-per-bundle-utilization"
+
+
 @contextlib.contextmanager
 def dumping(kernels: bool) -> Generator[Path | None]:
     """A folder that libtpu writes schedules to; must be entered before libtpu is loaded."""
@@ -99,7 +103,7 @@ def dumping(kernels: bool) -> Generator[Path | None]:
         yield None
         return
     folder = Path(tempfile.mkdtemp(prefix="specjax-aot-"))
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex={WRITTEN}"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
     try:
         yield folder
@@ -144,12 +148,16 @@ def estimate(job: Job, chip: Chip) -> float:
     Raises:
         ValueError: the compiler gives no estimate.
     """
-    compiled = compile_for(chip, job.function, job.args, job.donated)
+    return estimated(job.name, compile_for(chip, job.function, job.args, job.donated), chip)
+
+
+def estimated(name: str, compiled: Any, chip: Chip) -> float:
+    """`estimate` of a program that is compiled."""
     said = compiled.cost_analysis().get("optimal_seconds", 0.0)
     ahead = copied_ahead(compiled.as_text()) / (chip.bandwidth * chip.cores)
     seconds = said - math.floor(said) - ahead
     if seconds <= 0:
-        raise ValueError(f"the compiler of {chip.name} gives no estimate of {job.name}: {said} s, {ahead} s of copies")
+        raise ValueError(f"the compiler of {chip.name} gives no estimate of {name}: {said} s, {ahead} s of copies")
     return seconds
 
 
@@ -170,22 +178,22 @@ def run(job: Job, chip: Chip, folder: Path | None) -> dict[str, Any]:
     Raises:
         Exception: whatever the compiler refuses.
     """
-    started = time.perf_counter()
+    started = clocks()
     compiled = compile_for(chip, job.function, job.args, job.donated)
     memory = compiled.memory_analysis()
     row: dict[str, Any] = {
         "chip": chip.name,
         "job": job.name,
-        "compile_s": round(time.perf_counter() - started, 1),
+        **since(started),
         "code_bytes": memory.generated_code_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "vmem_bytes": job.vmem or None,
     }
     if job.kernel is None:
-        seconds = compiled.cost_analysis().get("optimal_seconds", 0)
-        seconds = seconds if seconds > 0 else None  # a negative sum is how it says that it does not know
-        row |= {"compiler_us": _us(seconds), "roofline_us": _us(job.needed / chip.bandwidth / chip.cores)}
+        with contextlib.suppress(ValueError):
+            row["compiler_us"] = _us(estimated(job.name, compiled, chip))
+        row["roofline_us"] = _us(job.needed / chip.bandwidth / chip.cores)
         if folder is not None:
             found = schedule.read_program(folder)
             row |= {"bundles": found.kernel.total(), "spills": found.kernel.total("SPILL")}
@@ -210,6 +218,18 @@ def run(job: Job, chip: Chip, folder: Path | None) -> dict[str, Any]:
     return row
 
 
+def clocks() -> tuple[float, float]:
+    """Now: wall-clock, and processor time of this process and the compilers that it has waited for."""
+    times = os.times()
+    return time.perf_counter(), times.user + times.system + times.children_user + times.children_system
+
+
+def since(started: tuple[float, float]) -> dict[str, float]:
+    """What compiling has taken since `clocks`, as a row has it."""
+    wall, processor = (now - then for now, then in zip(clocks(), started, strict=True))
+    return {"compile_s": round(wall, 1), "processor_s": round(processor, 1)}
+
+
 def clear(folder: Path) -> None:
     """Forget the schedules of earlier programs."""
     for path in folder.iterdir():
@@ -221,8 +241,8 @@ def shares(units: dict[str, float]) -> dict[str, float]:
     return {unit: round(share, 3) for unit, share in units.items()}
 
 
-def _us(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e6, 1)
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
 
 
 def tree_attention_job(
@@ -260,8 +280,8 @@ def tree_attention_job(
         kernel="tree_attention",
         scalars=(bounds, committed, np.arange(batch * columns, dtype=np.int32)),
         needed=2 * read * groups * dim * kind.itemsize,
-        estimate=functools.partial(_attention_estimate, static, context) if batch > 1 and window is None else None,
-        stages=functools.partial(_attention_stages, static) if batch > 1 and window is None else None,
+        estimate=functools.partial(_attention_estimate, static, context) if window is None else None,
+        stages=functools.partial(_attention_stages, static) if window is None else None,
         vmem=static.vmem_bytes,
     )
 
@@ -272,7 +292,7 @@ def _attention_estimate(shape: Any, context: int, found: Schedule, chip: Chip) -
     A request is what stands before and after its blocks (its draft tile, mostly) and, a block, the longer of its
     bundles and its copies; the copies of one block run beside the bundles of the one before, across requests too.
     """
-    (request,) = found.kernel.loops
+    request = _request(shape, found)
     busy = [loop for loop in request.loops if loop.has("MXU")]  # [draft tile, groups in a loop], plain blocks, last one
     rounds = shape.groups // shape.unrolled
     plain = busy[rounds > 1]
@@ -286,9 +306,14 @@ def _attention_estimate(shape: Any, context: int, found: Schedule, chip: Chip) -
     return {"estimate_s": seconds}
 
 
+def _request(shape: Any, found: Schedule) -> schedule.Loop:
+    """What the kernel does for a request: with several a loop, with one the kernel."""
+    return found.kernel if shape.batch == 1 else found.kernel.loops[0]
+
+
 def _attention_stages(shape: Any, found: Schedule, chip: Chip) -> list[dict[str, Any]]:
     """The loops of the kernel of tree attention: bundles of one trip, inner loops once, and the units in them."""
-    (request,) = found.kernel.loops
+    request = _request(shape, found)
     busy = [loop for loop in request.loops if loop.has("MXU")]
     names = ["draft tile", "block", "last block"][-len(busy) :]
     around = dataclasses.replace(request, loops=[])

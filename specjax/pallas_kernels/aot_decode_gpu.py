@@ -1,5 +1,6 @@
 """The fused decode step for absent GPUs: each of its blocks apart, and the whole of it as dispatch picks it."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,19 +21,37 @@ def jobs(platform: str, short: bool) -> list[Job]:
     """The blocks for each model, dtype and number of rows, and where XLA can compile it the whole; `short`: 8 rows."""
     names = ("Llama-3.1-8B",) if short else ("Llama-3.1-8B", "Qwen3-8B")
     kinds: dict[str, tuple[int, ...]] = {"bfloat16": (8,)} if short else ROWS
-    found = [
-        job for name in names for kind, sizes in kinds.items() for n in sizes for job in blocks(name, kind, n, platform)
+    found = []
+    for name in names:
+        for dtype, sizes in kinds.items():
+            plan = Plan.of(dtype=dtype, **MODELS[name])
+            for rows in sizes:
+                made = blocks(plan, 1, rows, CONTEXT, platform)
+                title = f"decode_step {name} {dtype}, {rows} rows"
+                found += [dataclasses.replace(job, name=f"{title}: {matrix}") for matrix, job in made.items()]
+    if short or platform != "cuda":
+        return found
+    wholes = [(name, whole(Plan.of(dtype="bfloat16", **MODELS[name]), 1, 8, CONTEXT)) for name in names]
+    return found + [
+        dataclasses.replace(job, name=f"decode_step {name} bfloat16, 8 rows: all layers") for name, job in wholes
     ]
-    return found if short or platform != "cuda" else [*found, *(whole(name) for name in names)]
 
 
-def blocks(model: str, dtype: str, rows: int, platform: str) -> list[Job]:
-    """One layer's kernels, but attention, which has jobs of its own; `needed` are the bytes of a block's weights."""
-    plan, args = _abstract(model, dtype, rows)
+def blocks(plan: Plan, batch: int, width: int, context: int, platform: str) -> dict[str, Job]:
+    """One layer's kernels but attention, by matrix, for `width` rows of each request; a job needs its weights' bytes.
+
+    Args:
+        plan: the decoder.
+        batch: requests, each with `context` committed slots and as many free ones.
+        width: rows of a request.
+        context: slots.
+        platform: JAX's.
+    """
+    args, rows = shapes(plan, batch, width, 2 * context, None), batch * width
     weights, x, cos, sin, cache = args[:5]
     step = triton.Step(plan, rows, cache.shape[1], cache.shape[3], platform == "cuda")
     number, slots = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (1, rows))
-    like = functools.partial(_rows, rows, dtype)
+    like = functools.partial(_rows, rows, plan.dtype)
     attended, active = like(plan.heads * plan.dim), like(plan.intermediate)
     made: dict[str, tuple[Any, str, tuple, tuple[int, ...]]] = {
         "qkv": (triton.qkv, "decode_qkv", (number, weights, x, cos, sin, slots, cache, cache), (6, 7)),
@@ -40,9 +59,9 @@ def blocks(model: str, dtype: str, rows: int, platform: str) -> list[Job]:
         "gate_up": (triton.gate_up, "decode_gate_up", (number, weights, x), ()),
         "down": (functools.partial(_out, "down"), "decode_out", (number, weights, active, x), ()),
     }
-    return [
-        Job(
-            name=f"decode_step {model} {dtype}, {rows} rows: {matrix}",
+    return {
+        matrix: Job(
+            name=matrix,
             function=functools.partial(function, step),
             args=inputs,
             kernel=kernel,
@@ -50,25 +69,19 @@ def blocks(model: str, dtype: str, rows: int, platform: str) -> list[Job]:
             donated=donated,
         )
         for matrix, (function, kernel, inputs, donated) in made.items()
-    ]
+    }
 
 
-def whole(model: str, rows: int = 8) -> Job:
-    """All layers of a model in bfloat16, attention included, one request."""
-    plan, args = _abstract(model, "bfloat16", rows)
-    cached = 2 * CONTEXT * plan.layers * plan.groups * plan.dim * 2
+def whole(plan: Plan, batch: int, width: int, context: int) -> Job:
+    """All layers, attention included, as dispatch picks them; arguments as of `blocks`."""
+    cached = 2 * batch * context * plan.layers * plan.groups * plan.dim * jnp.dtype(plan.dtype).itemsize
     return Job(
-        name=f"decode_step {model} bfloat16, {rows} rows: all layers",
+        name="all layers",
         function=functools.partial(dispatch.call, "decode_step", "decode_step", plan),
-        args=args,
+        args=shapes(plan, batch, width, 2 * context, None),
         needed=plan.layers * sum(_needed(plan, matrix) for matrix in plan.matrices) + cached,
         donated=(4, 5),
     )
-
-
-def _abstract(model: str, dtype: str, rows: int) -> tuple[Plan, tuple]:
-    plan = Plan.of(dtype=dtype, **MODELS[model])
-    return plan, shapes(plan, 1, rows, 2 * CONTEXT, None)
 
 
 def _rows(rows: int, dtype: str, size: int) -> jax.ShapeDtypeStruct:

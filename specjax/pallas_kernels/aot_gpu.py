@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding, use_abstract_mesh
 
 from specjax.pallas_kernels import traffic
-from specjax.pallas_kernels.aot import Job
+from specjax.pallas_kernels.aot import Job, clocks, since
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,15 +165,14 @@ def run(job: Job, chip: Chip) -> dict[str, Any]:
     that the next one takes: `declined` says why.
     """
     row: dict[str, Any] = {"chip": chip.name, "job": job.name}
-    started = time.perf_counter()
-    abstract = AbstractDevice(device_kind=chip.kind, num_cores=chip.cores, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract)):
+    started = clocks()
+    with traced_for(chip):
         try:
             row |= _compile_nvidia(job, chip) if chip.platform == "cuda" else _compile_amd(job, chip)
         except NotImplementedError as declined:
             return row | {"declined": str(declined)}
     row |= {
-        "compile_s": round(time.perf_counter() - started, 1),
+        **since(started),
         "roofline_us": round(job.needed / chip.bandwidth * 1e6, 1),
     }
     if job.kernel in COUNTED:
@@ -182,6 +180,12 @@ def run(job: Job, chip: Chip) -> dict[str, Any]:
     if row["spill_bytes"] and job.kernel is not None:  # what XLA's own kernels spill is no fault of ours
         row["error"] = f"{row['spill_bytes']} bytes of registers spilled to memory"
     return row
+
+
+def traced_for(chip: Chip) -> contextlib.AbstractContextManager:
+    """Programs that are traced inside are for a chip: dispatch and kernels see it as their device."""
+    abstract = AbstractDevice(device_kind=chip.kind, num_cores=chip.cores, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=abstract))
 
 
 def prepare() -> None:
@@ -216,10 +220,10 @@ def _compile_nvidia(job: Job, chip: Chip) -> dict[str, Any]:
         kernels = read_ptxas((folder / "ptxas").read_text() + (folder / "mosaic").read_text(errors="replace"))
         launches = "".join(path.read_text() for path in (folder / "hlo").glob("*.thunk_sequence.txt"))
         mosaic = re.search(r"smem_scratch_bytes=(\d+)", (folder / "mosaic").read_text(errors="replace"))
+    made: list[dict[str, Any]] = []
     if job.kernel is None:
-        registers = max((count for count, _ in kernels.values()), default=None)
-        used = [int(size) for size in re.findall(r"shared_memory: (\d+) bytes", launches)]
-        shared = max([*used, int(mosaic[1]) if mosaic else 0], default=None)
+        made = kernels_of(kernels, launches, int(mosaic[1]) if mosaic else 0)
+        registers, shared = (max((row[key] for row in made), default=None) for key in ("registers", "shared_bytes"))
     else:
         registers, _ = kernels["anonymous_mosaic_gpu_kernel" if mosaic else job.kernel]
         size = mosaic or re.search(rf" {job.kernel} .*shared_memory: (\d+) bytes", launches)
@@ -230,6 +234,7 @@ def _compile_nvidia(job: Job, chip: Chip) -> dict[str, Any]:
         "shared_bytes": shared,
         "spill_bytes": sum(spilled for _, spilled in kernels.values()),
         "kernels": len(kernels),
+        **({"each_kernel": made} if made else {}),
         "argument_bytes": memory.argument_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
     }
@@ -244,6 +249,22 @@ def read_ptxas(text: str) -> dict[str, tuple[int, int]]:
     for name, stores, loads, registers in re.findall(pattern, text, re.DOTALL):
         found[name] = int(registers), int(stores) + int(loads)
     return found
+
+
+def kernels_of(kernels: dict[str, tuple[int, int]], launches: str, mosaic: int = 0) -> list[dict[str, Any]]:
+    """A row for each kernel of a program, the one with most registers first.
+
+    Args:
+        kernels: what `read_ptxas` has found.
+        launches: XLA's list of what the program runs, which says how much shared memory a kernel is launched with.
+        mosaic: bytes that a kernel of Mosaic's has, which that list does not say.
+    """
+    shared = {name: int(size) for name, size in re.findall(r"(\w+) grid: .*shared_memory: (\d+) bytes", launches)}
+    rows = []
+    for name, (registers, spilled) in kernels.items():
+        size = mosaic if name == "anonymous_mosaic_gpu_kernel" else shared.get(name, 0)
+        rows.append({"kernel": name, "registers": registers, "shared_bytes": size, "spill_bytes": spilled})
+    return sorted(rows, key=lambda row: -row["registers"])
 
 
 def _talkative_ptxas(folder: Path) -> Path:

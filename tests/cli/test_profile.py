@@ -5,7 +5,7 @@ import json
 import pytest
 from support import toy
 
-from specjax.cli import aot, profile, profile_report
+from specjax.cli import aot, profile_absent, profile_report
 from specjax.cli.main import main
 from specjax.costmodel.roofline import Work
 
@@ -54,7 +54,7 @@ def test_plain_rounds_have_no_draft_and_fused_ones_one_phase_of_layers(capsys):
 
 
 def test_a_compiler_that_is_not_here_is_named_with_what_to_do(capsys, monkeypatch):
-    monkeypatch.setattr(profile, "COMPILERS", {"tpu": ("no_such.module", "tpu"), "cuda": ("no_such", "cuda")})
+    monkeypatch.setattr(profile_absent, "COMPILERS", {"tpu": ("no_such.module", "tpu"), "cuda": ("no_such", "cuda")})
     for device, extra in (("tpu-v6e", "tpu"), ("h100", "cuda")):
         (note,) = figures(capsys, "profile", "--device", device, "--target", "llama-3.1-8b")["notes"]
         assert "is not installed here" in note
@@ -68,24 +68,28 @@ def test_what_compilers_say_stands_beside_the_roofline(capsys, monkeypatch, tmp_
 
     def compiles(chip, *options, module):
         asked.append((chip, json.loads(options[0]), module))
-        yield {"next": "mlp", "total": 2}
+        yield {"total": 3}
         units = {"MXU": 0.25, "VALU": 0.5}
-        yield {"phase": "mlp", "times": 32, "job": "mlp", "compiler_us": 200.0, "bundles": 5000, "units": units}
+        yield {"phase": "mlp", "job": "mlp", "compiler_us": 6400.0, "bundles": 5000, "units": units, "compile_s": 1.5}
         stages = [{"stage": "block", "bundles": 70, "units": {"MXU": 0.75}}]
-        yield {"phase": "attention", "times": 32, "job": "a", "estimate_us": 2.0, "registers": 168, "stages": stages}
+        yield {"phase": "attention", "job": "a", "estimate_us": 64.0, "registers": 168, "stages": stages}
+        yield {"program": profile_absent.PASS, "compiler_us": 9147.9}
 
-    monkeypatch.setattr(profile, "compiler_missing", lambda device: None)
+    monkeypatch.setattr(profile_absent, "compiler_missing", lambda device: None)
     monkeypatch.setattr(aot, "in_a_process", compiles)
     written = tmp_path / "profile.json"
     assert main(["profile", "--device", "tpu-v6e", "--target", "llama-3.1-8b", "--json", str(written)]) == 0
-    said = capsys.readouterr().out
-    assert "6400.0" in said and "25%" in said and "  block" in said and "75%" in said
+    captured = capsys.readouterr()
+    said = captured.out
+    assert "6400.0" in said and "25%" in said and "  block" in said and "75%" in said and "9147.9" in said
+    told = captured.err.splitlines()
+    assert told[:2] == ["tpu-v6e: 3 parts to compile", "tpu-v6e: 1 of 3: mlp: 1.5 s"]
+    assert told[3].startswith("tpu-v6e: 3 of 3: verify pass less attention")
     rows = {row["phase"]: row for row in json.loads(written.read_text())["phases"]}
-    assert rows["mlp"]["compiler_us"] == 6400.0  # of all layers
-    assert rows["mlp"]["bundles"] == 5000  # of the program of one
-    assert rows["attention"]["estimate_us"] == 64.0
+    assert rows["mlp"]["compiler_us"] == 6400.0
+    assert [rows[name]["state"] for name in ("mlp", "attention", "launch")] == ["compiled", "compiled", "roofline"]
     ((chip, given, module),) = asked
-    assert (chip, module) == ("tpu-v6e", "specjax.cli.profile")
+    assert (chip, module) == ("tpu-v6e", "specjax.cli.profile_absent")
     assert given == {
         "target": "llama-3.1-8b",
         "drafter": "ngram",
@@ -98,9 +102,51 @@ def test_what_compilers_say_stands_beside_the_roofline(capsys, monkeypatch, tmp_
     }
 
 
+def test_a_fused_step_on_a_gpu_is_shown_kernel_by_kernel(capsys, monkeypatch):
+    asked = []
+
+    def compiles(chip, *options, module):
+        asked.append(json.loads(options[0]))
+        yield {"phase": "layers", "stage": "qkv", "job": "qkv", "registers": 80, "roofline_us": 480.0, "bytes": 1.6e9}
+        yield {"phase": "layers", "stage": "out", "job": "out", "declined": "200 rows, of 128"}
+
+    monkeypatch.setattr(profile_absent, "compiler_missing", lambda device: None)
+    monkeypatch.setattr(aot, "in_a_process", compiles)
+    found = figures(capsys, *ABSENT, "--decode-step", "fused")
+    layers = found["phases"][1]
+    assert (layers["phase"], layers["state"]) == ("layers", "compiled")
+    read = (14092.86e6 / 3.35e12) * 1e6  # weights of the layers, keys and values
+    assert layers["roofline_us"] == pytest.approx(read + 32 * 5 * 0.002 * 1000, rel=1e-3)  # five kernels a layer
+    qkv, out = layers["stages"]
+    assert (qkv["registers"], qkv["roofline_us"], qkv["state"]) == (80, 480.0, "compiled")
+    assert out["state"] == "declined"
+    assert main([*ABSENT, "--decode-step", "fused"]) == 0
+    assert "  qkv" in capsys.readouterr().out
+    assert figures(capsys, "profile", "decode_step", "--device", "mi300x", "--target", "qwen3-8b")["phases"][0][
+        "stages"
+    ]
+    assert [given["fused"] for given in asked] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("device", "drafter", "said"),
+    [
+        ("mi300x", "ngram", ["XLA compiles for no AMD GPU that is not here"]),
+        ("h100", "eagle3", ["default tiles", "eagle3 drafts with weights that are not here"]),
+        ("tpu-7x", "ngram", ["asked for or not", "of one layer"]),
+    ],
+)
+def test_what_the_figures_leave_out_is_said(capsys, monkeypatch, device, drafter, said):
+    monkeypatch.setattr(profile_absent, "compiler_missing", lambda device: None)
+    monkeypatch.setattr(aot, "in_a_process", lambda *_, **__: iter([]))
+    notes = figures(capsys, "profile", "--device", device, "--target", "llama-3.1-8b", "--drafter", drafter)["notes"]
+    assert len(notes) == len(said)
+    assert all(part in note for part, note in zip(said, notes, strict=True))
+
+
 def test_what_does_not_compile_is_the_exit_code(capsys, monkeypatch):
-    failed = [{"phase": "mlp", "times": 32, "job": "mlp", "error": "MosaicError: no such layout"}]
-    monkeypatch.setattr(profile, "compiler_missing", lambda device: None)
+    failed = [{"phase": "mlp", "job": "mlp", "error": "MosaicError: no such layout"}]
+    monkeypatch.setattr(profile_absent, "compiler_missing", lambda device: None)
     monkeypatch.setattr(aot, "in_a_process", lambda *_, **__: iter(failed))
     assert main([*ABSENT]) == 1
     assert "MosaicError: no such layout" in capsys.readouterr().out
@@ -171,8 +217,6 @@ def test_measured_rows_are_less_the_launch():
     [
         (["--device", "abacus"], "nothing is known of a device 'abacus'; known are tpu-v5e"),
         (["matmul"], "no op 'matmul'; known are spec_step, tree_attention, decode_step"),
-        (["decode_step", "--device", "h100"], "on h100 the step is several kernels"),
-        (["--decode-step", "fused", "--device", "mi300x"], "rounds with it are not compiled for mi300x"),
         (["decode_step", "--decode-step", "xla"], "leave --decode-step xla out"),
         (["tree_attention", "--decode-step", "fused"], "the fused step has its attention inside"),
         (["--device", "h100", "--roofline", "--batch", "-3"], "--batch must be at least 1"),
