@@ -1,5 +1,6 @@
 """`specjax aot`: compile every kernel for accelerators that are not attached, and say what their compilers say."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,7 @@ HELP = """Compile the kernels for accelerators that are not attached.
 
   specjax aot
   specjax aot --chips "tpu-v6e tpu-7x h100 mi300x" --json out/aot.json
+  specjax aot --chips tpu-v6e --what rounds
   specjax aot --short
 
 Needs the chips' compilers: pip install 'specjax[tpu,cuda,aot]', or `make aot`, which makes an environment of its own.
@@ -24,6 +27,8 @@ Exit code 1 if anything does not compile, or spills registers on a GPU. "decline
 the next one. "ratio" is the estimate (scheduled bundles over the clock against copied bytes over the bandwidth,
 whichever is longer) over the time in which the memory delivers the bytes that must be read."""
 
+WHAT = ("kernels", "rounds")
+COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "triton")
 COLUMNS = {
     "chip": "chip",
     "job": "job",
@@ -63,8 +68,10 @@ class Aot(flags.CommonFlags):
     """Chips to compile for, separated by spaces or commas; all by default."""
     short: bool = False
     """One kernel of each kind a chip, and no whole round."""
+    what: Annotated[str, flags.text("kernels,rounds")] = "kernels,rounds"
+    """Kernels, whole rounds (for TPUs and NVIDIA GPUs), or both."""
     json: Annotated[str | None, flags.text("FILE.json")] = None
-    """Write the table here."""
+    """Write the table here, with the versions of the compilers, again with each row that is done."""
 
     def run(self) -> int:
         """Compile, print, write; 1 if something does not compile."""
@@ -74,20 +81,48 @@ class Aot(flags.CommonFlags):
         names = (self.chips or " ".join(known)).replace(",", " ").split()
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"unknown chips {', '.join(unknown)}; known: {', '.join(known)}")
-        if self.json is not None and not Path(self.json).absolute().parent.is_dir():
-            raise ValueError(f"cannot write {self.json}: its folder does not exist")
+        what = self.what.replace(",", " ").split()
+        if not what or (unknown := [name for name in what if name not in WHAT]):
+            raise ValueError(f"--what is {' or '.join(WHAT)}, or both with a comma between; got {self.what!r}")
+        if self.short and "kernels" not in what:
+            raise ValueError("--short compiles kernels alone, and --what leaves them out")
+        flags.check_outputs(self.json)
         rows = []
         for name in names:
-            parts = [in_a_process(name, *["--short"] * self.short)]
-            if not self.short and (name in aot.CHIPS or aot_gpu.CHIPS[name].platform == "cuda"):
+            parts = [in_a_process(name, *["--short"] * self.short)] if "kernels" in what else []
+            if "rounds" in what and not self.short and has_rounds(name):
                 parts.append(in_a_process(name, "--steps"))
             for row in itertools.chain(*parts):
                 rows.append(row)
                 flags.note(f"{row['chip']}: {row['job']}: {row.get('error') or row.get('declined') or 'compiled'}")
+                self._write(rows)
         show(rows)
-        if self.json is not None:
-            Path(self.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        self._write(rows)
         return 1 if any("error" in row for row in rows) else 0
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        from specjax.costmodel.tables import replacing
+
+        if self.json is not None:
+            text = json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n"
+            with replacing(Path(self.json)) as part:
+                part.write_text(text, encoding="utf-8")
+
+
+def has_rounds(chip: str) -> bool:
+    """Whether XLA compiles for a chip that is not there."""
+    from specjax.pallas_kernels import aot, aot_gpu
+
+    return chip in aot.CHIPS or aot_gpu.CHIPS[chip].platform == "cuda"
+
+
+def versions() -> dict[str, str]:
+    """Of JAX, and of the compilers that are installed."""
+    found = {}
+    for name in COMPILERS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def in_a_process(chip: str, *options: str, module: str = "specjax.cli.aot") -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from specjax.cli import aot
@@ -24,9 +25,42 @@ def test_a_failure_is_shown_and_is_the_exit_code(monkeypatch, capsys, tmp_path):
     said = capsys.readouterr().out
     assert "1.04" in said
     assert "MosaicError: no such layout" in said
-    assert json.loads(written.read_text()) == [bad, good]  # kernels, then whole rounds
+    found = json.loads(written.read_text())
+    assert found["rows"] == [bad, good]  # kernels, then whole rounds
+    assert found["versions"]["jax"] == jax.__version__
     monkeypatch.setattr(aot, "in_a_process", lambda chip, *options: iter([good]))
     assert main(["aot", "--chips", "tpu-v6e,tpu-7x"]) == 0
+
+
+def test_what_is_done_is_kept_when_the_rest_is_interrupted(monkeypatch, tmp_path):
+    written, first = tmp_path / "aot.json", {"chip": "h100", "job": "first", "compile_s": 1.0}
+
+    def compiles(chip, *options):
+        yield first
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(aot, "in_a_process", compiles)
+    with pytest.raises(KeyboardInterrupt):
+        aot.Aot(chips="h100", json=str(written)).run()
+    assert json.loads(written.read_text())["rows"] == [first]
+    assert [path.name for path in tmp_path.iterdir()] == ["aot.json"]
+
+
+def test_kernels_and_rounds_by_name(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(aot, "in_a_process", lambda chip, *options: asked.append((chip, *options)) or iter([]))
+    chips = ("aot", "--chips", "mi300x h100")
+    assert main([*chips]) == 0
+    assert asked == [("mi300x",), ("h100",), ("h100", "--steps")]  # XLA compiles for no AMD GPU that is not there
+    asked.clear()
+    assert main([*chips, "--what", "rounds"]) == 0
+    assert asked == [("h100", "--steps")]
+    asked.clear()
+    assert main([*chips, "--what", "kernels", "--short"]) == 0
+    assert asked == [("mi300x", "--short"), ("h100", "--short")]
+    for wrong, message in ((["--what", "steps"], "got 'steps'"), (["--what", "rounds", "--short"], "kernels alone")):
+        assert main([*chips, *wrong]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_compiler_that_is_missing_is_a_row_with_its_message(monkeypatch):
