@@ -36,7 +36,7 @@ class CommonFlags:
 
 
 @dataclasses.dataclass(kw_only=True)
-class EngineFlags(CommonFlags):
+class SetupFlags(CommonFlags):
     """What to run: a configuration file, changed by the flags below, changed by --set."""
 
     config: Annotated[str | None, text("FILE.yaml")] = None
@@ -47,10 +47,6 @@ class EngineFlags(CommonFlags):
     """Of weights and activations."""
     batch: Annotated[int | None, text("N")] = None
     """Requests that decode together."""
-    kernels: Annotated[
-        Literal["auto", "reference", "pallas", "interpret"] | None, text("auto|reference|pallas|interpret")
-    ] = None
-    """Pallas kernels or plain JAX; auto takes kernels where the platform has them."""
     decode_step: Annotated[Literal["auto", "fused", "xla"] | None, text("auto|fused|xla")] = None
     """All layers of the target as one kernel, or one by one; auto is one by one."""
     overrides: Annotated[tuple[str, ...], tyro.conf.arg(name="set", aliases=["-o"], metavar="KEY=VALUE"), Repeated] = ()
@@ -64,10 +60,27 @@ class EngineFlags(CommonFlags):
             # A learned drafter is named by its kind, so that its options can be set.
             kind = kind_of(Path(drafter).expanduser(), self.target or "")
             drafter = drafter if kind is None else {"kind": kind, "model": drafter}
-        flags = {"target": self.target, "dtype": self.dtype, "batch": self.batch, "kernels": self.kernels}
-        flags |= {"decode_step": self.decode_step, "drafter": drafter}
+        flags = self.options() | {"drafter": drafter}
         given = [f"{name}={json.dumps(value)}" for name, value in flags.items() if value is not None]
         return config.load(self.config, [*given, *self.overrides])
+
+    def options(self) -> dict[str, Any]:
+        """Options of the configuration that have flags, by name; None where nothing was said."""
+        return {name: getattr(self, name) for name in ("target", "dtype", "batch", "decode_step")}
+
+
+@dataclasses.dataclass(kw_only=True)
+class EngineFlags(SetupFlags):
+    """The same, and how."""
+
+    kernels: Annotated[
+        Literal["auto", "reference", "pallas", "interpret"] | None, text("auto|reference|pallas|interpret")
+    ] = None
+    """Pallas kernels or plain JAX; auto takes kernels where the platform has them."""
+
+    def options(self) -> dict[str, Any]:
+        """As `SetupFlags.options`."""
+        return super().options() | {"kernels": self.kernels}
 
 
 @dataclasses.dataclass(kw_only=True)

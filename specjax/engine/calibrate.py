@@ -58,7 +58,7 @@ def calibrate(engine: Engine, wanted: Provenance, partial: Path, report: Callabl
     """
     if not isinstance(engine.drafter, DrafterSet):
         raise ValueError("calibrate measures a set of drafters: give the engine drafter kind 'auto'")
-    bench = _Bench(engine, _Cells(partial, wanted), report)
+    bench = _Bench(engine, Cells(partial, dataclasses.asdict(wanted)), report)
     batch, most = engine.config.batch, engine.drafter.shape.rows
     contexts = (min(SMALL_CONTEXT, engine.config.context // 4), engine.config.context - most - 1)
     live = bench.refined((1, batch), lambda b: bench.verify(b, 1, contexts[0]))
@@ -92,12 +92,16 @@ def table_path(wanted: Provenance, batch: int, folder: Path | None = None) -> Pa
     return (folder or tables.default_folder()) / wanted.device / name
 
 
-class _Cells:
-    """Measured cells by name, in a file that is replaced as a whole after each."""
+class Cells:
+    """What was measured, by name, in a file that is replaced as a whole after each; `key` is of the set-up.
 
-    def __init__(self, path: Path, wanted: Provenance):
-        self.path, self.key = path, dataclasses.asdict(wanted)
-        self.values: dict[str, float] = {}
+    Raises:
+        ValueError: the file is another's.
+    """
+
+    def __init__(self, path: Path, key: dict[str, Any]):
+        self.path, self.key = path, key
+        self.values: dict[str, Any] = {}
         if path.exists():
             try:
                 found = json.loads(path.read_text(encoding="utf-8"))
@@ -108,7 +112,8 @@ class _Cells:
                 raise ValueError(f"{path} is an unfinished calibration of another set-up; remove it to start anew")
             self.values = values
 
-    def get(self, name: str, measure: Callable[[], float]) -> float:
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The value of this name, measured unless it is there."""
         if name not in self.values:
             self.values[name] = measure()
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +126,7 @@ class _Cells:
 class _Bench:
     """An engine's programs, run on a state that is set to the case before each measurement."""
 
-    def __init__(self, engine: Engine, cells: _Cells, report: Callable[[str, int, int], None]):
+    def __init__(self, engine: Engine, cells: Cells, report: Callable[[str, int, int], None]):
         self.engine, self.programs, self.params = engine, engine.programs, engine.params
         self.cells, self.report = cells, report
         self._done = self._total = 0
