@@ -90,8 +90,8 @@ class Aot(flags.CommonFlags):
         rows = []
         for name in names:
             parts = [in_a_process(name, *["--short"] * self.short)] if "kernels" in what else []
-            if "rounds" in what and not self.short and has_rounds(name):
-                parts.append(in_a_process(name, "--steps"))
+            if "rounds" in what and not self.short:
+                parts += [in_a_process(name, "--round", str(number)) for number in range(rounds(name))]
             for row in itertools.chain(*parts):
                 rows.append(row)
                 flags.note(f"{row['chip']}: {row['job']}: {row.get('error') or row.get('declined') or 'compiled'}")
@@ -109,11 +109,13 @@ class Aot(flags.CommonFlags):
                 part.write_text(text, encoding="utf-8")
 
 
-def has_rounds(chip: str) -> bool:
-    """Whether XLA compiles for a chip that is not there."""
+def rounds(name: str) -> int:
+    """How many whole rounds are compiled for a chip; none where XLA has no way to."""
+    from specjax.engine.aot import cases
     from specjax.pallas_kernels import aot, aot_gpu
 
-    return chip in aot.CHIPS or aot_gpu.CHIPS[chip].platform == "cuda"
+    chip = aot.CHIPS.get(name) or aot_gpu.CHIPS[name]
+    return 0 if chip.platform == "rocm" else len(cases(chip))
 
 
 def versions() -> dict[str, str]:
@@ -126,7 +128,10 @@ def versions() -> dict[str, str]:
 
 
 def in_a_process(chip: str, *options: str, module: str = "specjax.cli.aot") -> Iterator[dict[str, Any]]:
-    """Rows of a chip; each has a process of its own, since a compiler takes its flags once."""
+    """Rows of a chip, from a process of their own.
+
+    A compiler takes its flags once, and of a kernel of Mosaic's that a process has compiled before it reports nothing.
+    """
     command = [sys.executable, "-m", module, chip, *options]
     # The compilers write warnings about the missing chip to stderr; ours are rows.
     with tempfile.TemporaryFile("w+") as said:
@@ -157,8 +162,8 @@ def worker(name: str, short: bool) -> None:
             print(json.dumps(attempt(name, job, lambda job=job: aot.run(job, chip, folder))), flush=True)
 
 
-def whole_steps(name: str) -> None:
-    """The same for whole rounds, which are too large to have their schedules written."""
+def whole_round(name: str, number: int) -> None:
+    """The same for one whole round, which is too large to have its schedule written."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from specjax.pallas_kernels import aot, aot_gpu
 
@@ -166,15 +171,11 @@ def whole_steps(name: str) -> None:
         aot_gpu.prepare()
     from specjax.engine import aot as engine_aot
 
-    if name in aot_gpu.CHIPS:
-        gpu = aot_gpu.CHIPS[name]
-        for job in engine_aot.jobs(gpu):
-            print(json.dumps(attempt(name, job, lambda job=job: aot_gpu.run(job, gpu))), flush=True)
-        return
-    chip = aot.CHIPS[name]
+    chip: Any = aot.CHIPS.get(name) or aot_gpu.CHIPS[name]
+    job = engine_aot.job(engine_aot.cases(chip)[number])
     with aot.dumping(kernels=False):
-        for job in engine_aot.jobs(chip):
-            print(json.dumps(attempt(name, job, lambda job=job: aot.run(job, chip, None))), flush=True)
+        row = attempt(name, job, lambda: aot.run(job, chip, None) if name in aot.CHIPS else aot_gpu.run(job, chip))
+    print(json.dumps(row), flush=True)
 
 
 def attempt(chip: str, job: Any, compiled: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -212,7 +213,7 @@ def _cell(row: dict[str, Any], key: str) -> str:
 
 
 if __name__ == "__main__":
-    if "--steps" in sys.argv[2:]:
-        whole_steps(sys.argv[1])
+    if "--round" in sys.argv[2:]:
+        whole_round(sys.argv[1], int(sys.argv[3]))
     else:
         worker(sys.argv[1], "--short" in sys.argv[2:])

@@ -120,11 +120,11 @@ class Case:
         return {"target": params, "drafter": ()}, state, stage, width
 
 
-def jobs(chip: Chip | aot_gpu.Chip) -> list[Job]:
-    """Rounds with n-gram drafts for the models that fit the chip's memory; on TPUs fused too."""
+def cases(chip: Chip | aot_gpu.Chip) -> list[Case]:
+    """Rounds with n-gram drafts of the models that fit the chip's memory; on TPUs fused too."""
     names = ("Llama-3.1-8B", "Qwen3-8B") if chip.memory > 20e9 else ("Llama-3.2-3B",)
     steps = (False, True) if chip.platform == "tpu" else (False,)
-    return [job(Case(name, MODELS[name], fused=one)) for name in names for one in steps]
+    return [Case(name, MODELS[name], fused=one) for name in names for one in steps]
 
 
 def job(case: Case) -> Job:

@@ -19,7 +19,9 @@ def test_unknown_chips_and_missing_folders_are_refused(capsys):
 def test_a_failure_is_shown_and_is_the_exit_code(monkeypatch, capsys, tmp_path):
     good = {"chip": "tpu-v6e", "job": "good", "compile_s": 1.5, "code_bytes": 2048, "ratio": 1.04}
     bad = {"chip": "tpu-v6e", "job": "bad", "error": "MosaicError: no such layout"}
-    monkeypatch.setattr(aot, "in_a_process", lambda chip, *options: iter([good] if "--steps" in options else [bad]))
+    monkeypatch.setattr(
+        aot, "in_a_process", lambda chip, *options: iter([good] if options[-1:] == ("0",) else [] if options else [bad])
+    )
     written = tmp_path / "aot.json"
     assert main(["aot", "--chips", "tpu-v6e", "--json", str(written)]) == 1
     said = capsys.readouterr().out
@@ -51,10 +53,11 @@ def test_kernels_and_rounds_by_name(monkeypatch, capsys):
     monkeypatch.setattr(aot, "in_a_process", lambda chip, *options: asked.append((chip, *options)) or iter([]))
     chips = ("aot", "--chips", "mi300x h100")
     assert main([*chips]) == 0
-    assert asked == [("mi300x",), ("h100",), ("h100", "--steps")]  # XLA compiles for no AMD GPU that is not there
+    rounds = [("h100", "--round", "0"), ("h100", "--round", "1")]
+    assert asked == [("mi300x",), ("h100",), *rounds]  # XLA compiles for no AMD GPU that is not there
     asked.clear()
     assert main([*chips, "--what", "rounds"]) == 0
-    assert asked == [("h100", "--steps")]
+    assert asked == rounds
     asked.clear()
     assert main([*chips, "--what", "kernels", "--short"]) == 0
     assert asked == [("mi300x", "--short"), ("h100", "--short")]

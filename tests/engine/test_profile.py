@@ -102,9 +102,12 @@ def test_random_weights_have_no_learned_drafter(tmp_path):
 def test_whole_rounds_fit_the_chips_and_are_fused_on_tpus_alone():
     from specjax.pallas_kernels import aot, aot_gpu
 
-    names = {chip.name: [job.name for job in engine_aot.jobs(chip)] for chip in (aot.CHIPS["tpu-v6e"],)}
-    assert len(names["tpu-v6e"]) == 4
-    gpu = engine_aot.jobs(aot_gpu.CHIPS["h100"])
+    tpu = engine_aot.cases(aot.CHIPS["tpu-v6e"])
+    assert [(case.name, case.fused) for case in tpu] == [
+        (m, f) for m in ("Llama-3.1-8B", "Qwen3-8B") for f in (False, True)
+    ]
+    assert {case.name for case in engine_aot.cases(aot.CHIPS["tpu-v5e"])} == {"Llama-3.2-3B"}
+    gpu = [engine_aot.job(case) for case in engine_aot.cases(aot_gpu.CHIPS["h100"])]
     assert [job.name for job in gpu] == [f"round {m}, 8 rows, layer by layer" for m in ("Llama-3.1-8B", "Qwen3-8B")]
     matrices = 32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336) + 4096 * 128256
     norms = 4096 * (2 * 32 + 1)
