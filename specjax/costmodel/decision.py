@@ -19,11 +19,12 @@ class Decision:
         tokens: expected tokens of the round, of all requests.
         plain: expected tokens per second of plain decoding.
         reason: `best`; `trial`, to learn; `sure`, the best of what surely gains, as the engine is behind plain; `stay`,
-            where another is better but not yet by what the change costs; `scores`, where a draft made beside a plain
-            round turned out to be worth verifying.
-        shadow: a shape to draft beside a plain round. The tokens that come anyway tell its acceptance; none of it is
-            verified, unless its scores say that it should be (`Planner.fit`).
+            where another is better but not yet by what the change costs; `scores`, where those of a draft that was
+            made first, or beside a plain round, have decided otherwise.
+        shadow: a shape to draft beside a plain round, or before `shape` is drafted. The tokens that come anyway tell
+            its acceptance; none of it is verified, unless its scores say that it should be (`Planner.fit`).
         ride: the shadow was made because it costs next to nothing, and not to learn from it.
+        going: tokens per second that a round has to beat to be worth its time, where that is not this round's rate.
         runner_up: the next best shape, and its rate; for a trial the best one.
     """
 
@@ -36,7 +37,13 @@ class Decision:
     reason: str
     shadow: DraftShape | None = None
     ride: bool = False
+    going: float | None = None
     runner_up: tuple[DraftShape, float] | None = None
+
+    @property
+    def looks(self) -> bool:
+        """Whether the shadow is drafted first, and `shape` only if that promises less."""
+        return self.ride and self.shadow is not None and self.shape.depth > 0
 
     @property
     def lasts(self) -> bool:

@@ -98,9 +98,11 @@ class Planner:
         if trial is not None:
             # What the trial loses against the shape that it keeps from running is known when the round is over.
             return self._decision(view, trial, "trial", (choice.index, choice.rate))
-        if self.scored and choice.index == 0 and (ride := self._trials.ride(view)) is not None:
-            return self._decision(view, choice, reason, second, shadow=ride, ride=True)
-        return self._decision(view, choice, reason, second)
+        return (
+            self._with_look(view, choice, reason, second)
+            if self.scored
+            else self._decision(view, choice, reason, second)
+        )
 
     def fit(
         self, decision: Decision, rows: np.ndarray, live: np.ndarray, context: float, nodes: Nodes | None = None
@@ -118,21 +120,24 @@ class Planner:
         Returns:
             The decision with the rows of the pass, the budget of each request, and what is expected of them. The
             draft's time is spent, so what counts is what further rows gain over the going rate. A shadow that is worth
-            verifying becomes the shape.
+            verifying becomes the shape. Where it was made first (`Decision.looks`) and promises less than the shape,
+            the decision comes back without a shadow: the shape is then to be drafted, and fitted.
         """
         quote = self.prices.quote(len(rows), context)
         counts, shape = self.prices.counts, decision.shape
         if decision.shadow is not None and nodes is not None:
             shape = decision.shadow
         index = self.prices.place[shape]
+        rate = decision.going or decision.rate
         if shape.depth == 0 or not live.any():
-            return dataclasses.replace(
+            plain = dataclasses.replace(
                 decision,
                 rows=int(counts[quote.least]),
                 budgets=np.ones(len(rows), int),
                 seconds=float(self.prices.seconds(quote)[index, quote.least]),
                 tokens=float(len(rows)),
             )
+            return self._looked(decision, plain, len(rows)) if decision.looks else plain
         if nodes is None:
             rates = self.acceptance.rates(rows, curve=int(self._forest.of[index]))
             chances = self._forest.nodes(index, reached(rates)[:, 0])
@@ -146,17 +151,18 @@ class Planner:
         if decision.reason == "trial":  # the pass that is on trial, if there is enough to fill it
             choice = min(int(counts.searchsorted(decision.rows)), len(counts) - 1)
         else:
-            choice = allocate.best_surplus(chances, counts, times, decision.rate)
-        if shape != decision.shape and choice > 0:
-            decision = dataclasses.replace(decision, shape=shape, shadow=None, reason="scores")
+            choice = allocate.best_surplus(chances, counts, times, rate)
         total = int(counts[choice])
-        return dataclasses.replace(
+        fitted = dataclasses.replace(
             decision,
             rows=total,
             budgets=allocate.budgets(chances, total),
             seconds=float(times[choice]),
             tokens=float(allocate.expected(chances, counts[choice : choice + 1])[0]),
         )
+        if shape != decision.shape and choice > 0:
+            fitted = dataclasses.replace(fitted, shape=shape, shadow=None, reason="scores")
+        return self._looked(decision, fitted, len(rows)) if decision.looks else fitted
 
     def extra(self, decision: Decision, live: int, context: float) -> float:
         """Seconds that a round takes beside its shape: to take the shape up, and for a shadow draft."""
@@ -196,9 +202,8 @@ class Planner:
         extra = self.extra(decision, len(rows), context)
         paid = max(seconds - extra, 0.1 * seconds)
         self.prices.observe(index, place, quote.draft[index] + quote.verify[place], paid)
-        # What a shape is worth is what comes of it as it is used: cut by its scores, down to nothing.
-        if decision.shape.depth or decision.ride:
-            self.acceptance.observe(decision.shadow or decision.shape, rows, drafts, accepted)
+        if decision.shape.depth and not self.scored:
+            self.acceptance.observe(decision.shape, rows, drafts, accepted)
         plain = self.prices.seconds(quote)[0, quote.least]
         self.books.enter(
             decision,
@@ -212,13 +217,16 @@ class Planner:
         self._trials.passed()
 
     def shadow(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray, accepted: np.ndarray) -> None:
-        """What became of shadow drafts: how many of each request's drafts the text that followed agrees with."""
+        """As `learn`, of drafts without scores: how many of each request's drafts the text that followed agrees with.
+
+        Where a drafter had nothing to propose, `drafts` is 0.
+        """
         self.acceptance.observe(shape, rows, drafts, accepted)
 
     def learn(self, shape: DraftShape, rows: np.ndarray, drafts: np.ndarray, nodes: Nodes, path: np.ndarray) -> None:
         """The text after some drafts is known, whether they were verified or not.
 
-        What a pass verifies is chosen by the scores, so what it accepts says nothing of the scores that it left out;
+        What a pass verifies is chosen by the scores, so what it accepts says nothing of the drafts that it left out;
         the text judges all of them.
 
         Args:
@@ -229,6 +237,7 @@ class Planner:
             path: which of their nodes the text goes along, roots included.
         """
         self.scores.observe(shape.kind, self.acceptance.heat(rows), nodes, 1 + drafts, path)
+        self.acceptance.observe(shape, rows, drafts, np.count_nonzero(path, axis=1) - 1)
 
     def report(self) -> dict[str, Any]:
         """Predicted against actual, over the newest rounds; calibration of acceptance; changes of shape.
@@ -276,6 +285,50 @@ class Planner:
         dearer[0] = view.seconds[0]
         careful, _ = self._view(view.rows, view.quote, dearer, view.proposing, optimism=-DOUBT).best()
         return choice if careful.index == choice.index else careful
+
+    def _with_look(self, view: View, choice: Choice, reason: str, second: tuple[int, float] | None) -> Decision:
+        """The choice, and a draft that costs next to nothing beside it.
+
+        Beside a plain round it is verified if its scores promise enough. Before a shape that has its price it may save
+        it; and where the cheap shape is the choice itself, a dear one that beats plain waits for the rounds in which
+        there is nothing cheap. What the two expect apart is compared when the cheap draft is there.
+        """
+        cheap = self._trials.cheap(view)
+        going = choice.rate
+        if choice.index in cheap:
+            look = choice.index
+            choice, _ = view.best(among=[index for index in range(len(self.menu)) if index not in cheap])
+            if choice.index == 0:  # nothing to fall back to
+                choice = view.choice(look)
+                return self._decision(view, choice, reason, second)
+        else:
+            ride = self._trials.ride(view, cheap)
+            if ride is None or (choice.index and not self._worth_a_look(view, ride, choice)):
+                return self._decision(view, choice, reason, second)
+            look = ride
+        decision = self._decision(view, choice, reason, second, shadow=self.menu[look], ride=True)
+        return dataclasses.replace(decision, going=going)
+
+    def _worth_a_look(self, view: View, look: int, choice: Choice) -> bool:
+        """Whether drafting a cheap shape first gains more than a dear one's wait for it loses."""
+        live = max(float(view.proposing[self._forest.of[look]].mean()), 1e-3)
+        tokens, seconds = len(view.rows) + view.totals[look] / live, view.seconds[look, view.full[look]]
+        return live * (tokens - choice.rate * seconds) > (1 - live) * choice.rate * self.prices.table.fixed
+
+    def _looked(self, decision: Decision, cheap: Decision, live: int) -> Decision:
+        """What to do now that the cheap draft is there: `cheap`, which verifies of it what pays, or the shape itself.
+
+        The higher rate wins, whatever rate is usual: stretches of text in which one drafter does better than the other
+        have their lengths in tokens, and are to be left behind in the shortest time.
+        """
+        table, kind = self.prices.table, decision.shape.kind
+        waits = self.books.missed[kind] > live * (1 + max(shape.depth for shape in self.menu))
+        seconds = decision.seconds + table.fixed + waits * table.catch_up_time(kind, self.books.missed[kind])
+        if decision.tokens / seconds > cheap.rate:
+            return dataclasses.replace(decision, shadow=None, ride=False, going=None)
+        if cheap.shadow is not None:
+            cheap = dataclasses.replace(cheap, shape=PLAIN)
+        return dataclasses.replace(cheap, reason="scores")
 
     def _decision(
         self,

@@ -5,6 +5,7 @@ alone. A ride is a draft so cheap that a plain round takes it along, in case its
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -94,17 +95,19 @@ class Trials:
             self.books.purse = OPENING * view.plain
         return self.books.purse > 0
 
-    def ride(self, view: View) -> DraftShape | None:
-        """A shape so cheap to draft that a plain round takes it along: its scores may make it worth verifying."""
+    def cheap(self, view: View) -> list[int]:
+        """Shapes so cheap to draft that another round may take them along, the better ones first."""
+        prices = [0.0] + [self.books.shadow(shape, view.quote) for shape in self.books.menu[1:]]
+        found = [index for index, price in enumerate(prices) if index and price <= RIDE * view.plain]
+        return sorted(found, key=lambda index: -view.whole[index])
+
+    def ride(self, view: View, cheap: Sequence[int]) -> int | None:
+        """The best of the `cheap` shapes that the fares pay for: its scores may make it worth verifying."""
         books = self.books
         if books.fares is None:
             books.fares = OPENING * view.plain
-        found, best = None, 0.0
-        most, rates = min(RIDE * view.plain, books.fares), view.whole.tolist()
-        for index, shape in enumerate(books.menu[1:], 1):
-            if rates[index] > best and books.shadow(shape, view.quote) <= most:
-                found, best = shape, rates[index]
-        return found
+        fares = books.fares
+        return next((index for index in cheap if books.shadow(books.menu[index], view.quote) <= fares), None)
 
 
 def _improvement(ahead: float, deviation: float) -> float:

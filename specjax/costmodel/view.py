@@ -1,6 +1,7 @@
 """The menu as it looks before a round: what each shape is expected to commit, and in what time."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,7 +51,8 @@ class View:
         self.seconds, self.proposing = seconds, proposing
         self.levels = levels = reached(rates, proposing)
         self._sums: dict[int, np.ndarray] = {}
-        requests, totals = len(rows), forest.totals(levels)
+        requests = len(rows)
+        self.totals = totals = forest.totals(levels)
         self.full, nodes, part = forest.layout(requests, counts)
         # A drafter that often has nothing to propose mostly runs a plain pass: its time is the mean of both.
         live = np.ones((len(forest.of), 1))
@@ -71,14 +73,18 @@ class View:
         """Seconds of a plain round."""
         return float(self.seconds[0, self.quote.least])
 
-    def best(self) -> tuple[Choice, tuple[int, float] | None]:
+    def best(self, among: Sequence[int] | None = None) -> tuple[Choice, tuple[int, float] | None]:
         """The choice of the highest rate, and the next best whole shape with its rate.
 
         Passes are worked out in the order of a bound that needs no sorting: all tokens of the shape, or what the pass
         has rows for if all requests did as well as the best. Where the bound of the next shape is no better than what
         was found, the search is over.
+
+        Args:
+            among: shapes of the menu that may be chosen; None for all.
         """
         order = (-self.bounds).argsort(kind="stable").tolist()
+        order = order if among is None else [index for index in order if index in among]
         found = self.choice(order[0])
         for index in order[1:]:
             if self.bounds[index] <= found.rate:

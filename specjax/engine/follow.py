@@ -22,7 +22,6 @@ class Outcome:
         shape: of the drafts.
         rows: batch rows.
         drafts: drafted nodes of each, the root not counted.
-        accepted: depth to which each has the text's tokens.
         nodes: the drafts.
         path: which nodes the text goes along, the roots among them.
     """
@@ -30,7 +29,6 @@ class Outcome:
     shape: DraftShape
     rows: np.ndarray
     drafts: np.ndarray
-    accepted: np.ndarray
     nodes: Nodes
     path: np.ndarray
 
@@ -44,7 +42,6 @@ class Followed:
         live: nodes of each, the root included.
         tokens: of the nodes `[row, node]`.
         nodes: their scores and parents.
-        shadow: they were made to learn from.
     """
 
     def __init__(
@@ -54,15 +51,12 @@ class Followed:
         live: np.ndarray,
         tokens: np.ndarray,
         nodes: Nodes,
-        *,
-        shadow: bool = False,
     ):
-        self.shape, self.rows, self.live, self.nodes, self.shadow = shape, rows, np.maximum(live, 1), nodes, shadow
+        self.shape, self.rows, self.live, self.nodes = shape, rows, np.maximum(live, 1), nodes
         drafted = np.arange(tokens.shape[1]) < self.live[:, None]
         self._tokens = np.where(drafted, tokens, -1)
         self._parents = np.where(drafted, nodes.parents, -2)
         self._node = np.zeros(len(rows), int)
-        self._depth = np.zeros(len(rows), int)
         self._path = np.arange(tokens.shape[1]) == np.zeros((len(rows), 1), int)
         self._open = self.live > 1
         self._told = np.zeros(len(rows), bool)
@@ -83,7 +77,6 @@ class Followed:
             found = going & child.any(axis=1)
             self._node = np.where(found, child.argmax(axis=1), self._node)
             self._path[found, self._node[found]] = True
-            self._depth += found
             more = (self._parents == self._node[:, None]).any(axis=1)
             self._open &= ~going | (found & more)
 
@@ -103,7 +96,6 @@ class Followed:
             shape=self.shape,
             rows=self.rows[done],
             drafts=self.live[done] - 1,
-            accepted=self._depth[done],
             nodes=Nodes(self.nodes.scores[done], self.nodes.parents[done]),
             path=self._path[done],
         )

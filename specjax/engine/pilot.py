@@ -21,6 +21,7 @@ import numpy as np
 from specjax.costmodel.decision import Decision
 from specjax.costmodel.planner import Planner
 from specjax.costmodel.scores import Nodes
+from specjax.draft import PLAIN, DraftShape
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.follow import Followed
 from specjax.engine.programs import Programs
@@ -35,6 +36,7 @@ class Standing:
 
     Attributes:
         decision: why.
+        shape: what was drafted; plain, if nothing was.
         live: live nodes of each batch row, the root included; None where nothing was drafted.
         proposal: tokens, parents and scores of the nodes.
         cost: seconds that drafting it was expected to take.
@@ -42,6 +44,7 @@ class Standing:
     """
 
     decision: Decision
+    shape: DraftShape
     live: Any
     proposal: Any
     cost: float
@@ -78,6 +81,7 @@ class Pilot:
         self._waiting = {kind: np.zeros(programs.batch, int) for kind in kinds}  # rows to take in, of each request
         self._standing: Standing | None = None
         self._followed: list[Followed] = []
+        self._silent: list[tuple[DraftShape, np.ndarray]] = []  # shapes that had nothing to propose, and to whom
         self._unlearned: Callable[[], None] | None = None  # what the last round teaches
         self._since = 0.0
         self._kept: Decision | None = None  # the last decision, if it may stand
@@ -116,21 +120,28 @@ class Pilot:
         if standing is None:
             self._since = self.clock()
             state, standing = self._draft(params, state, rows, context, np.zeros(self.programs.batch, int))
-            standing.live, standing.proposal = jax.device_get((standing.live, standing.proposal))
-            for kind in standing.caught_up:
-                self._waiting[kind][rows] = 0
-        decision, verified, followed = self._fit(standing, rows, context)
+            self._wait(standing, rows)
+        spent = standing.cost
+        decision, drafts = self._fit(standing, rows, context)
+        if decision.shadow is None and decision.shape != standing.shape:
+            # A cheap draft was made first, and promises less than the shape itself.
+            state, standing = self._propose(decision, params, state, rows, context, np.zeros(self.programs.batch, int))
+            self._wait(standing, rows)
+            decision, more = self._fit(standing, rows, context)
+            drafts += more
+        verified = np.zeros(self.programs.batch, int)
+        verified[rows] = decision.budgets
         width = self.programs.fit(verified)
         state, emitted = self.programs.verify(width, params, state, np.maximum(verified, 1).astype(np.int32))
         self._settle()  # while the device is at work
-        self._followed += followed
+        self._followed += drafts
         state, following = self._draft(params, state, rows, context, verified)
         emitted, following.live, following.proposal = jax.device_get((emitted, following.live, following.proposal))
         now = self.clock()
         for kind, waiting in self._waiting.items():
             waiting[rows] = 0 if kind in following.caught_up else waiting[rows] + emitted.counts[rows]
         # The time since the last round ended holds this round's pass and the next one's draft: exchange the drafts.
-        seconds = max(now - self._since - following.cost + standing.cost, 1e-6)
+        seconds = max(now - self._since - following.cost + spent, 1e-6)
 
         def learn() -> None:
             began = self.clock()
@@ -170,7 +181,12 @@ class Pilot:
         self, params: Any, state: State, rows: np.ndarray, context: float, running: np.ndarray
     ) -> tuple[State, Standing]:
         """Decide, and dispatch the draft; `running` are the rows that the device may be committing meanwhile."""
-        decision = self._decide(rows, context)
+        return self._propose(self._decide(rows, context), params, state, rows, context, running)
+
+    def _propose(
+        self, decision: Decision, params: Any, state: State, rows: np.ndarray, context: float, running: np.ndarray
+    ) -> tuple[State, Standing]:
+        """Dispatch the draft of a decision, once its drafter has caught up."""
         drafted = decision.shadow or decision.shape
         caught_up = set()
         for kind, waiting in self._waiting.items():
@@ -182,9 +198,16 @@ class Pilot:
         if drafted.depth:
             state, live, proposal = self.programs.draft_as(drafted, params, state)
             caught_up |= {drafted.kind} & set(self._waiting)
-        draft = self.planner.prices.quote(len(rows), context).draft[self.planner.menu.index(decision.shape)]
-        cost = float(draft) + self.planner.extra(decision, len(rows), context)
-        return state, Standing(decision, live, proposal, cost, caught_up)
+        made = PLAIN if decision.shadow else decision.shape  # the price of a shadow is an extra of a plain round
+        draft = self.planner.prices.quote(len(rows), context).draft[self.planner.menu.index(made)]
+        extra = self.planner.extra(dataclasses.replace(decision, shape=made), len(rows), context)
+        return state, Standing(decision, drafted, live, proposal, float(draft) + extra, caught_up)
+
+    def _wait(self, standing: Standing, rows: np.ndarray) -> None:
+        """Until the draft is there; nothing else is under way."""
+        standing.live, standing.proposal = jax.device_get((standing.live, standing.proposal))
+        for kind in standing.caught_up:
+            self._waiting[kind][rows] = 0
 
     def _decide(self, rows: np.ndarray, context: float) -> Decision:
         """What the planner wants, or what it wanted last: thinking costs too, and its share of the time is bounded."""
@@ -197,31 +220,30 @@ class Pilot:
             return decision
         return self._kept
 
-    def _fit(self, standing: Standing, rows: np.ndarray, context: float) -> tuple[Decision, np.ndarray, list[Followed]]:
-        """The decision with what the draft's scores say, rows of each batch row to verify, and the draft to follow."""
-        decision, verified = standing.decision, np.zeros(self.programs.batch, int)
-        verified[rows] = 1
-        shape = decision.shadow or decision.shape
+    def _fit(self, standing: Standing, rows: np.ndarray, context: float) -> tuple[Decision, list[Followed]]:
+        """The decision with what the draft's scores say, and the draft to follow."""
+        decision, shape = standing.decision, standing.shape
         if not shape.depth:
-            return dataclasses.replace(decision, budgets=verified[rows]), verified, []
+            return dataclasses.replace(decision, budgets=np.ones(len(rows), int)), []
         began = self.clock()
         live = np.maximum(standing.live[rows], 1)
         tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
         nodes = Nodes(scores, parents)
         decision = self.planner.fit(decision, rows, live - 1, context, nodes)
-        # One that is verified after all is judged by what the pass accepts, and must not count twice.
-        shadow = decision.shadow is not None and not decision.ride
-        followed = [Followed(shape, rows, live, tokens, nodes, shadow=shadow)] if shadow or live.max() > 1 else []
-        verified[rows] = np.minimum(live, decision.budgets)
+        decision = dataclasses.replace(decision, budgets=np.minimum(live, decision.budgets))
+        followed = [Followed(shape, rows, live, tokens, nodes)] if live.max() > 1 else []
+        if not followed:
+            self._silent.append((shape, rows))
         self._thought("fit", began)
-        return decision, verified, followed
+        return decision, followed
 
     def _learn(self, emitted: Emitted) -> None:
         """What came out in this round, held against the drafts under way."""
+        for shape, rows in self._silent:
+            self.planner.shadow(shape, rows, np.zeros(len(rows), int), np.zeros(len(rows), int))
+        self._silent.clear()
         for followed in self._followed:
             followed.advance(emitted)
             if (out := followed.outcome()) is not None:
                 self.planner.learn(out.shape, out.rows, out.drafts, out.nodes, out.path)
-                if followed.shadow:
-                    self.planner.shadow(out.shape, out.rows, out.drafts, out.accepted)
         self._followed = [followed for followed in self._followed if not followed.over]

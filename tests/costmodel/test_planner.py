@@ -295,6 +295,67 @@ def test_what_came_of_a_score_outweighs_it():
     assert plan.fit(decision, rows, live, 500.0, nodes).shape == PLAIN
 
 
+def looking(head=0.5, words=0.9):
+    """A planner that knows how often a lookup and a head are accepted; the lookup finds something every other time."""
+    cheap, dear = DraftShape.chain("ngram", 3), DraftShape.chain("eagle3", 2)
+    table = flat(1e-6, 0.05)
+    grid = Grid.of((AXES[0], AXES[2]), np.full((3, 2), 0.1), "measured")
+    table = dataclasses.replace(table, draft={**table.draft, dear: grid}, catch_up={"eagle3": (0.0, 0.0)})
+    plan = Planner(table, (cheap, dear), (1, 2, 3, 4), 1, scored=True)
+    rows, rng = np.arange(1), np.random.default_rng(0)
+    for number in range(200):
+        had = np.array([3 * (number % 2)])
+        plan.acceptance.observe(cheap, rows, had, np.minimum(rng.geometric(1 - words, 1) - 1, had))
+        plan.acceptance.observe(dear, rows, np.array([2]), np.minimum(rng.geometric(1 - head, 1) - 1, 2))
+    decisions = []
+    for _ in range(60):
+        decision = plan.decide(rows, 500.0)
+        decisions.append(decision)
+        about = {"seconds": decision.seconds, "count": 1, "drafts": np.zeros(1, int), "accepted": np.zeros(1, int)}
+        plan.observe(decision, rows, 500.0, **about)
+    return plan, [d for d in decisions if d.reason in ("best", "sure")][-1], cheap, dear
+
+
+def chain_of(said, nodes):
+    return Nodes(np.log(said) * np.arange(nodes, dtype=float)[None], np.arange(nodes)[None] - 1)
+
+
+def test_a_lookup_is_made_before_a_dear_draft_and_may_save_it():
+    plan, decision, cheap, dear = looking()
+    assert decision.looks and (decision.shape, decision.shadow) == (dear, cheap)
+    rows = np.arange(1)
+    found = plan.fit(decision, rows, np.array([3]), 500.0, chain_of(0.95, 4))
+    assert (found.shape, found.shadow, found.reason) == (cheap, None, "scores") and found.budgets.tolist() == [4]
+    for nothing in (np.array([0]), chain_of(0.95, 4)), (np.array([3]), chain_of(0.02, 4)):
+        live, nodes = nothing
+        turned = plan.fit(decision, rows, live, 500.0, nodes)
+        assert (turned.shape, turned.shadow, turned.looks) == (dear, None, False)
+        drafted = plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.9, 3))
+        assert drafted.shape == dear and drafted.budgets.tolist() == [3]
+        assert plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.02, 3)).budgets.tolist() == [1]
+
+
+def test_a_dear_draft_that_is_no_better_than_a_plain_round_is_not_made():
+    plan, decision, cheap, _ = looking(head=0.02)
+    assert decision.shape in (cheap, PLAIN) and not decision.looks
+    left = plan.fit(decision, np.arange(1), np.array([0]), 500.0, chain_of(0.9, 4))
+    assert left.budgets.tolist() == [1] and left.shape.kind != "eagle3"
+
+
+def test_the_text_judges_drafts_whether_they_were_verified_or_not():
+    """Cut by its scores to nothing, a drafter that is right is found to be."""
+    plan, decision = riding()
+    shape, rows, live = decision.shadow, np.arange(3), np.full(3, 3)
+    before = plan.acceptance.rates(rows, curve=0)[:, 0].mean()
+    for _ in range(40):
+        nothing = np.zeros(3, int)
+        about = {"seconds": decision.seconds, "count": 3, "drafts": nothing, "accepted": nothing}
+        plan.observe(decision, rows, 500.0, **about)
+        plan.learn(shape, rows, live, promised(0.5), np.ones((3, 4), bool))
+    after = plan.acceptance.rates(rows, curve=0)[:, 0]
+    assert before < 0.2 and (after > 0.6).all()
+
+
 def test_fares_run_out():
     """Rides that gain nothing cost 0.2 % of the time once the first money is spent, so most rounds have none."""
     plan, decision = riding(draft=0.02)

@@ -182,11 +182,11 @@ def test_shadows_tell_what_would_have_been_accepted(engine):
     verified.fit = lambda decision, rows, live, context, nodes: dataclasses.replace(decision, budgets=live + 1)
     engine.generate(PROMPTS[0], params)
     assert {shape for shape, *_ in planner.learned} == {LOOKUP}
-    assert planner.shadows == planner.learned
-    assert not verified.shadows
-    assert all(accepted == 0 for _, drafts, accepted in planner.learned if drafts == 0)
+    # A round whose drafter had nothing is told of as such, once.
+    assert planner.shadows and set(planner.shadows) == {(LOOKUP, 0, 0)} == set(verified.shadows)
+    assert all(drafts for _, drafts, _ in planner.learned)
     # Every round was plain; each round's shadow is one start of a draft among those that verification steps over.
-    assert len(planner.learned) >= len(verified.seen) - 3
+    assert len(planner.learned) + len(planner.shadows) >= len(verified.seen) - 3
     total = sum(accepted[0] for *_, accepted in verified.seen)
     assert total > 0
     assert sum(accepted for *_, accepted in planner.learned) >= total
@@ -259,8 +259,42 @@ def test_a_shadow_that_its_scores_recommend_is_verified(engine):
     result = engine.generate(PROMPTS[0], params)
     assert result.token_ids == engines.solo(PROMPTS[0], params).token_ids
     assert sum(accepted[0] for *_, accepted in planner.seen) == result.spec.accepted > 0
-    assert planner.learned
-    assert not planner.shadows  # the pass has judged them already
+    assert planner.learned and set(planner.shadows) == {(LOOKUP, 0, 0)}
+
+
+def test_a_dear_draft_is_made_only_where_the_cheap_one_that_was_made_first_has_nothing(engine):
+    """Looking first costs a wait; the text stays what it is."""
+    params = SamplingParams(max_tokens=60)
+    planner = piloted(engine, [(PLAIN, LOOKUP)])
+    looks = Decision(CHAIN, 1, np.ones(1, int), 1.0, 1.0, 1.0, "best", shadow=LOOKUP, ride=True)
+    planner.decide = lambda rows, context: looks
+
+    def fit(decision, rows, live, context, nodes):
+        budgets = live + 1
+        if decision.shadow is None:
+            return dataclasses.replace(decision, budgets=budgets)
+        shape, reason = (LOOKUP, "scores") if live.any() else (CHAIN, "best")
+        return dataclasses.replace(decision, shape=shape, shadow=None, ride=False, reason=reason, budgets=budgets)
+
+    planner.fit, drafted, real = fit, [], engine.programs.draft_as
+
+    def spy(shape, params, state):
+        drafted.append(shape)
+        return real(shape, params, state)
+
+    engine.programs.draft_as = spy
+    try:
+        result = engine.generate(PROMPTS[0], params)
+    finally:
+        engine.programs.draft_as = real
+    assert result.token_ids == engines.solo(PROMPTS[0], params).token_ids
+    shapes = [shape for shape, *_ in planner.seen]
+    assert set(shapes) == {LOOKUP, CHAIN}
+    # One look a round (the last one is for nobody), and one dear draft for each round of its own.
+    assert drafted.count(LOOKUP) == len(shapes) + 1 and drafted.count(CHAIN) == shapes.count(CHAIN)
+    assert all(drafts[0] for _, _, drafts, _ in planner.seen[:-2])  # the end leaves no room for some
+    assert {shape for shape, *_ in planner.learned} == {LOOKUP, CHAIN}
+    assert planner.shadows.count((LOOKUP, 0, 0)) == shapes.count(CHAIN)
 
 
 def test_refusals(drafters):
