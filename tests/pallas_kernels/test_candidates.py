@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,11 +15,11 @@ from support.toy import tiny_config
 from specjax.pallas_kernels.decode_step import tpu as step_tpu
 from specjax.pallas_kernels.decode_step import triton as step_triton
 from specjax.pallas_kernels.decode_step.cut import Cut
-from specjax.pallas_kernels.decode_step.tiles import ProductSizes, ProductTiles, StepTiles
+from specjax.pallas_kernels.decode_step.tiles import ProductSizes, ProductTiles, StepSizes, StepTiles
 from specjax.pallas_kernels.decode_step.weights import Plan
 from specjax.pallas_kernels.tree_attention import cases, mosaic_gpu, reference, tpu, triton
 from specjax.pallas_kernels.tree_attention.cases import Case
-from specjax.pallas_kernels.tree_attention.tiles import MosaicTiles, TpuTiles, TritonTiles
+from specjax.pallas_kernels.tree_attention.tiles import TPU_BYTES, MosaicTiles, Sizes, TpuTiles, TritonTiles
 
 STATIC = ("scale", "window", "softcap")
 REFERENCE = jax.jit(reference.tree_attention, static_argnames=STATIC)
@@ -155,11 +156,13 @@ def test_steps():
     assert which >= 8
 
 
+LLAMA_8B = Plan.of(
+    dtype="bfloat16", layers=32, hidden=4096, intermediate=14336, heads=32, groups=8, dim=128, eps=1e-5, qk_norm=False
+)
+
+
 def test_every_candidate_is_allowed_and_the_rule_is_the_first():
-    plan = Plan.of(
-        dtype="bfloat16", layers=32, hidden=4096, intermediate=14336, heads=32, groups=8, dim=128, eps=1e-5,
-        qk_norm=False,
-    )  # fmt: skip
+    plan = LLAMA_8B
     shapes = [(TritonTiles, c.sizes) for c in cases.sweep()] + [(TpuTiles, c.sizes) for c in cases.sweep()]
     shapes += [(MosaicTiles, dataclasses.replace(GROUPS.sizes, capability=c)) for c in (90, 100)]
     shapes += [(ProductTiles, ProductSizes(plan, m, n, v)) for m in plan.matrices for n in (1, 128) for v in (0, 1)]
@@ -169,3 +172,15 @@ def test_every_candidate_is_allowed_and_the_rule_is_the_first():
         assert found[0] == kind.rule(sizes)
         assert len(set(found)) == len(found) > 1
         assert [tiles.problem(sizes) for tiles in found] == [None] * len(found)
+
+
+def test_rules_take_less_where_vmem_has_no_room():
+    wide = Sizes(1, 128, 64, 8, 256, 128, 64, 128, jnp.dtype("bfloat16"))
+    assert dataclasses.replace(TpuTiles.rule(wide), block=512).vmem_bytes(wide) > TPU_BYTES
+    assert TpuTiles.rule(wide).block == 256
+    assert TpuTiles.rule(wide).problem(wide) is None
+    for batch, banks in ((4, 12), (8, 6), (16, 4)):
+        step = StepSizes(LLAMA_8B, Sizes(batch, 16, 32, 8, 128, 16, 2048, 1, jnp.dtype("bfloat16")))
+        tiles = StepTiles.rule(step)
+        assert tiles.banks == banks
+        assert (tiles.problem(step) is None) == (batch < 16)

@@ -11,7 +11,7 @@ from specjax.pallas_kernels.decode_step.weights import Plan
 from specjax.pallas_kernels.tree_attention.tiles import LANES, MIN_SIDE, Sizes, TpuTiles, up
 from specjax.pallas_kernels.tuning import Tiles, bucket
 
-BANKS = 12
+BANKS, FEWEST = 12, 4
 RING_BYTES = 24 * 2**20  # of copies on their way, about
 CACHE_BLOCK = 512  # slots of a block of cached keys
 VMEM_BYTES = 56 * 2**20  # v5p and 7x have 64 MiB a core
@@ -76,9 +76,12 @@ class StepTiles(Tiles):
 
     @classmethod
     def rule(cls, sizes: StepSizes, most: int = CACHE_BLOCK) -> Self:
-        """As many banks as the ring has room for, and blocks of up to `most` slots."""
+        """As many banks as the ring and VMEM have room for, at least `FEWEST`, and blocks of up to `most` slots."""
         banks = max(2, min(BANKS, RING_BYTES // sizes.tile_bytes))
-        return cls(banks=banks, **dataclasses.asdict(TpuTiles.rule(sizes.attention, most)))
+        tiles = cls(banks=banks, **dataclasses.asdict(TpuTiles.rule(sizes.attention, most)))
+        while tiles.banks > FEWEST and tiles.vmem_bytes(sizes) > VMEM_BYTES:
+            tiles = dataclasses.replace(tiles, banks=tiles.banks - 1)
+        return tiles
 
     @property
     def attention(self) -> TpuTiles:

@@ -114,11 +114,12 @@ class TpuTiles(Tiles):
 
     @classmethod
     def rule(cls, sizes: Sizes, most: int | None = None) -> Self:
-        """Blocks that fill the buffers, or of up to `most` slots."""
+        """Blocks that fill the buffers, or of up to `most` slots; smaller ones where VMEM has no room for these."""
         most = most or BUFFER_BYTES // (sizes.groups * up(sizes.dim, LANES) * sizes.item)
         block = _block(sizes.page, most)
         unroll = max(n for n in range(1, UNROLL + 1) if sizes.groups % n == 0)
-        return cls(block=block, piece=_piece(sizes.page, block), unroll=unroll)
+        tiles = cls(block=block, piece=_piece(sizes.page, block), unroll=unroll)
+        return tiles if most <= LANES or tiles.vmem_bytes(sizes) <= TPU_BYTES else cls.rule(sizes, most // 2)
 
     @classmethod
     def options(cls, sizes: Sizes) -> Mapping[str, Sequence[int]]:
