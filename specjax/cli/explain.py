@@ -22,7 +22,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             ", ".join(f"{kind} {error:.3f}" for kind, error in report["calibration_error"].items()) or "nothing drafted"
         ),
         "  rounds by reason: " + ", ".join(f"{reason} {count}" for reason, count in sorted(report["reasons"].items())),
-        f"  spent on trials and shadow drafts: {1e3 * report['exploration_s']:.1f} ms (expected)",
+        "  " + cost(report),
     ]
     for kind, table in report["scores"].items():
         pairs = [f"{e['said']:.2f} -> {e['accepted']:.2f} ({e['drafts']:.0f})" for e in table]
@@ -36,6 +36,19 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         for one in switches[-SHOWN:]
     ]
     return found
+
+
+def cost(report: Mapping[str, Any]) -> str:
+    """What the planner itself has cost, as shares of the time of all rounds.
+
+    The host learns and decides while the device works, so that its part is an upper bound.
+    """
+    whole = max(report["seconds"], 1e-9)
+    stages = ", ".join(f"{stage} {spent / whole:.2%}" for stage, spent in report["host_s"].items())
+    return (
+        f"cost of planning: host {sum(report['host_s'].values()) / whole:.2%} of the time of rounds ({stages}), "
+        f"trials and shadow drafts {report['exploration_s'] / whole:.2%} (expected)"
+    )
 
 
 def shape(fields: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specjax.cli import explain
 from specjax.training.prompts import LoopWatch
 
 if TYPE_CHECKING:
@@ -251,6 +252,8 @@ def show(found: dict[str, Any]) -> None:
     for drafter in found["drafters"]:
         if against := drafter["against_best_fixed"]:
             console.print(_best_table(drafter["drafter"], against))
+            if drafter.get("planner"):
+                console.print(f"{drafter['drafter']}: {explain.cost(drafter['planner'])}")
     for drafter in found["drafters"]:
         if head := drafter["candidate_head"]:
             console.print(_candidate_head(drafter["drafter"], head))

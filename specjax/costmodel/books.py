@@ -153,6 +153,7 @@ class Books:
         tokens = np.abs(errors[:, 3] - errors[:, 2]) / errors[:, 2]
         return {
             "rounds": self.rounds,
+            "seconds": self.totals[1],
             "shape": dataclasses.asdict(self.current),
             "time_error_median": float(np.median(time)) if len(time) else 0.0,
             "tokens_error_median": float(np.median(tokens)) if len(tokens) else 0.0,

@@ -162,9 +162,9 @@ class Pilot:
         return state, emitted, verified
 
     def report(self) -> dict[str, Any]:
-        """Predicted against actual, calibration, and changes of shape: see `Planner.report`."""
+        """Predicted against actual, calibration, and changes of shape: see `Planner.report`; and `host_s`, as here."""
         self._settle()
-        return self.planner.report()
+        return self.planner.report() | {"host_s": dict(self.host_s)}
 
     # ---------------------------------------------------------------- inside
 

@@ -105,6 +105,8 @@ class FakePilot:
             "scores": {"ngram": [{"said": 0.5, "accepted": 0.41, "drafts": 12.0}], "mtp": []},
             "reasons": {"best": 30, "scores": 10},
             "exploration_s": 0.002,
+            "seconds": 0.4,
+            "host_s": {"decide": 0.001, "fit": 0.0002, "learn": 0.002},
             "switches": [{"round": 3, "from": plain, "to": lookup, "reason": "trial"}] * 14,
         }
 

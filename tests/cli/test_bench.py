@@ -75,7 +75,9 @@ def test_the_planner_is_compared_with_the_best_of_the_others(prompt_set, engines
     assert long["best"] == "suffix"
     assert long["ratio"] == pytest.approx(1 / suffix["by_category"]["long"]["ratio_to_plain"])
     assert long["ratio_interval"] == pytest.approx([long["ratio"]] * 2)
-    assert "best fixed, in hindsight" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "best fixed, in hindsight" in out
+    assert out.count("cost of planning: host 0.80%") == 2  # beside the intervals, and where the planner explains itself
 
 
 def test_limit_takes_the_first_of_each_category(prompt_set, engines):

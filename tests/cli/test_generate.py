@@ -49,6 +49,8 @@ def test_explain(engines, capsys):
     assert "rounds by reason: best 30, scores 10" in err
     assert "ngram said and was right (drafts): 0.50 -> 0.41 (12)" in err
     assert "acceptance: ngram 0.031" in err
+    assert "host 0.80% of the time of rounds (decide 0.25%, fit 0.05%, learn 0.50%)" in err
+    assert "trials and shadow drafts 0.50%" in err
     assert "14 changes of shape, the newest 12" in err
     assert err.count("round 3: plain -> ngram x5 (trial)") == 12
     assert main(["generate", "say hi", "--drafter", "ngram", "--explain"]) == 2
