@@ -75,7 +75,11 @@ class Bench(flags.EngineFlags):
         conversations = _first(prompts.read(self.prompts), self.limit)
         params = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature)
         run, drafters = self.run_config(), self._drafters()
-        plain = flags.load_engine(run.model_copy(update={"drafter": NoDrafter()}), quiet=False)
+        plain = flags.load_engine(
+            run.model_copy(update={"drafter": NoDrafter()}),
+            quiet=False,
+            check=lambda made: prompts.check(made, conversations, params),
+        )
         engines = {}
         for name, drafter in drafters.items():
             if name != "none":

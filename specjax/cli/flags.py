@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -197,11 +197,11 @@ def write_metrics(path: str | None, engines: Mapping[str, "Engine"]) -> None:
         metrics.write(Path(path), engines)
 
 
-def load_engine(run: RunConfig, *, quiet: bool) -> "Engine":
-    """The engine of a configuration."""
+def load_engine(run: RunConfig, *, quiet: bool, check: Callable[["Engine"], None] | None = None) -> "Engine":
+    """The engine of a configuration; `check` may refuse before anything is compiled."""
     from specjax.engine.engine import Engine
 
-    return Engine.load(run, quiet=quiet)
+    return Engine.load(run, quiet=quiet, check=check)
 
 
 def note(message: str) -> None:

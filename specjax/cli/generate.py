@@ -67,7 +67,9 @@ class Generate(flags.SamplingFlags, flags.DrafterFlags):
             if not text:
                 raise ValueError("the prompt is empty")
             conversations = [Conversation((text,))]
-        engine = flags.load_engine(run, quiet=False)
+        engine = flags.load_engine(
+            run, quiet=False, check=lambda made: prompts.check(made, conversations, params, raw=self.raw)
+        )
         streams = self.stream or (sys.stdout.isatty() and not (self.json or self.no_stream or self.prompts))
         if streams:
             result = stream(engine, conversations[0].turns[0], params, raw=self.raw)

@@ -101,7 +101,7 @@ def answered(
     """As `answer`, each as soon as it and all before it are there: the conversation, the turn from 1, the result."""
     _check_raw(conversations, raw)
     if all(len(c.turns) == 1 for c in conversations):
-        texts = [c.turns[0] if raw else [*c.before, {"role": "user", "content": c.turns[0]}] for c in conversations]
+        texts = [_first(conversation, raw) for conversation in conversations]
         for conversation, result in zip(conversations, engine.results(texts, params, raw=raw), strict=True):
             yield conversation, 1, result
         return
@@ -109,6 +109,27 @@ def answered(
         for conversation, turns in zip(group, answer(engine, group, params), strict=True):
             for number, result in enumerate(turns, start=1):
                 yield conversation, number, result
+
+
+def check(
+    engine: "Engine", conversations: Sequence[Conversation], params: "SamplingParams", *, raw: bool = False
+) -> None:
+    """Refuse what the engine would: the first turn of each conversation, and parameters.
+
+    Raises:
+        ValueError: with the line of the file, where there are several.
+    """
+    _check_raw(conversations, raw)
+    for conversation in conversations:
+        try:
+            engine.check(_first(conversation, raw), params, raw=raw)
+        except ValueError as error:
+            raise ValueError(f"line {conversation.line}: {error}" if conversation.line else str(error)) from None
+
+
+def _first(conversation: Conversation, raw: bool) -> Any:
+    text = conversation.turns[0]
+    return text if raw else [*conversation.before, {"role": "user", "content": text}]
 
 
 def _check_raw(conversations: Sequence[Conversation], raw: bool) -> None:

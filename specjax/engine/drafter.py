@@ -17,6 +17,7 @@ from specjax.drafters.formats.read import LoadedDrafter, load_drafter
 from specjax.drafters.probe import probe
 from specjax.drafters.shipped import shipped
 from specjax.engine.precision import held_dtype, hold
+from specjax.engine.pricing import read_table
 from specjax.targets import decoder
 from specjax.targets.config import DecoderConfig
 from specjax.weights.load import load_checkpoint, load_config
@@ -85,6 +86,8 @@ def check_files(config: RunConfig) -> None:
         ValueError: see there; everything that does not fit is listed.
     """
     chosen = config.drafter
+    if isinstance(chosen, AutoConfig) and chosen.table is not None:
+        read_table(chosen.table)
     if isinstance(chosen, HybridConfig | AutoConfig):
         for part in (chosen.model,) if isinstance(chosen, HybridConfig) else chosen.of:
             check_files(config.model_copy(update={"drafter": part}))

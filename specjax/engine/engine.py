@@ -56,6 +56,7 @@ class Engine:
         config: batch, context, accept rule and so on; `target`, `drafter` and `dtype` of it describe what was loaded.
         table: what rounds cost; the planner of a `DrafterSet` decides by it.
         progress: called with `(program, done, total)` while programs are compiled.
+        check: called with the engine before anything is compiled; what it raises ends the start.
 
     Raises:
         ValueError: a combination that cannot be honoured.
@@ -72,6 +73,7 @@ class Engine:
         config: RunConfig | None = None,
         table: Table | None = None,
         progress: Callable[[str, int, int], None] | None = None,
+        check: Callable[["Engine"], None] | None = None,
     ):
         config = config or RunConfig()
         self.config, self.target, self.tokenizer, self.drafter = config, target, tokenizer, drafter
@@ -105,17 +107,27 @@ class Engine:
         self.counters = Counters()
         self._table = table
         self.pilot = self._make_pilot()
+        if check is not None:
+            check(self)
         if config.warmup:
             self.warmup_s = self.programs.warm(self.params, self.idle_insertion(), progress or (lambda *_: None))
         self._state: State = self.programs.initial()
 
     @classmethod
-    def load(cls, config: RunConfig | str, *, quiet: bool = False, **overrides: Any) -> "Engine":
+    def load(
+        cls,
+        config: RunConfig | str,
+        *,
+        quiet: bool = False,
+        check: Callable[["Engine"], None] | None = None,
+        **overrides: Any,
+    ) -> "Engine":
         """Load a target and a drafter, compile, and be ready.
 
         Args:
             config: a run configuration, or a target's name (`smollm2-135m`, a folder, a GGUF file, a hub id).
             quiet: no progress bars.
+            check: called with the engine before anything is compiled, e.g. to `check` prompts; what it raises ends it.
             **overrides: fields of `RunConfig`, e.g. `drafter="ngram"`, `batch=4`, `context=4096`.
 
         Raises:
@@ -124,7 +136,7 @@ class Engine:
         """
         from specjax.engine.load import load_engine
 
-        return load_engine(cls, config, quiet=quiet, overrides=overrides)
+        return load_engine(cls, config, quiet=quiet, overrides=overrides, check=check)
 
     def with_drafter(self, drafter: Any, *, quiet: bool = True, **overrides: Any) -> "Engine":
         """Another engine on the same target weights with another drafter (a kind, a path, or a drafter's options)."""
@@ -145,6 +157,10 @@ class Engine:
             ValueError: an empty or too long prompt, or ids and parameters that do not fit the target.
         """
         return self._enqueue(self._request(prompt, params, raw))
+
+    def check(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> None:
+        """Raise what `submit` would for this request, without queueing it."""
+        self._request(prompt, params, raw)
 
     def abort(self, index: int) -> bool:
         """Drop a request that is waiting or running; its row and pages are free at once, the others do not notice.

@@ -21,7 +21,14 @@ from specjax.targets.config import DecoderConfig
 from specjax.weights.load import load_checkpoint
 
 
-def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides: Mapping[str, Any]):
+def load_engine(
+    engine: type,
+    config: RunConfig | str,
+    *,
+    quiet: bool,
+    overrides: Mapping[str, Any],
+    check: Callable[[Any], None] | None = None,
+):
     """`Engine.load`."""
     config = _with_overrides(config if isinstance(config, RunConfig) else RunConfig(target=config), overrides)
     config = recognised(config)
@@ -47,6 +54,7 @@ def load_engine(engine: type, config: RunConfig | str, *, quiet: bool, overrides
             config=config,
             table=table,
             progress=progress,
+            check=check,
         )
 
 

@@ -31,10 +31,7 @@ def find_table(
     wanted = provenance(config, model, dtype, drafters)
     asked = getattr(config.drafter, "table", None)
     if asked is not None:
-        try:
-            table = Table.read(Path(asked).expanduser()).require(wanted)
-        except ValueError as error:
-            raise ConfigError(f"drafter.table: {error}; make one with `specjax calibrate`, or leave it out") from None
+        table = read_table(asked, wanted)
         if missing := [shape for shape in drafters.menu if shape not in table.draft]:
             raise ConfigError(f"drafter.table: {asked} has no draft times of {missing[0]}; make one for these drafters")
         return table
@@ -44,6 +41,19 @@ def find_table(
         note(line)
     note(f"round prices are {table.source(drafters.menu[0])} ones ({table.provenance.made_by or 'data sheet'})")
     return table
+
+
+def read_table(path: str, wanted: Provenance | None = None) -> Table:
+    """The table of `drafter.table`, held against what it must have been made for, where that is known already.
+
+    Raises:
+        ConfigError: there is none, or it is no table, or another's.
+    """
+    try:
+        table = Table.read(Path(path).expanduser())
+        return table if wanted is None else table.require(wanted)
+    except ValueError as error:
+        raise ConfigError(f"drafter.table: {error}; make one with `specjax calibrate`, or leave it out") from None
 
 
 def provenance(config: RunConfig, model: DecoderConfig, dtype: Any, drafters: DrafterSet) -> Provenance:

@@ -33,6 +33,10 @@ class FakeEngine:
         self.family.append(FakeEngine(self.run.model_copy(update={"drafter": drafter}), accepts, self.offset))
         return self.family[-1]
 
+    def check(self, prompt, params=None, *, raw=False):
+        if "far too long" in str(prompt):
+            raise ValueError("the prompt has 9000 tokens and context is 2048")
+
     def encode(self, prompt):
         return [ord(letter) for letter in prompt[-1]["content"]]
 
@@ -118,6 +122,7 @@ def engines(monkeypatch):
     @dataclasses.dataclass
     class Loaded:
         offset: int = 0
+        compiled: int = 0
         made: list = dataclasses.field(default_factory=list)
 
         @property
@@ -126,8 +131,11 @@ def engines(monkeypatch):
 
     loaded = Loaded()
 
-    def load(run, *, quiet):
+    def load(run, *, quiet, check=None):
         loaded.made.append(FakeEngine(run, offset=loaded.offset))
+        if check is not None:
+            check(loaded.made[-1])
+        loaded.compiled += 1
         return loaded.made[-1]
 
     monkeypatch.setattr(flags, "load_engine", load)

@@ -144,7 +144,7 @@ def test_metrics_are_those_of_the_answers(monkeypatch, capsys, tmp_path):
     engine = tables.engine(drafts=tables.scripts([[0] * 40], 3), tokenizer=byte_level([b"a", b"b"]))
     engine.reset()
     monkeypatch.setattr(engine, "encode", lambda prompt, *, raw=False: [1, 0, 1])
-    monkeypatch.setattr(flags, "load_engine", lambda run, *, quiet: engine)
+    monkeypatch.setattr(flags, "load_engine", lambda run, *, quiet, check: engine)
     path = tmp_path / "out.prom"
     argv = ["generate", "hi", "--metrics", str(path), "--max-tokens", "20"]
     assert main([*argv, "--json"]) == 0
@@ -164,3 +164,15 @@ def test_metrics_are_those_of_the_answers(monkeypatch, capsys, tmp_path):
     assert "specjax_generated_tokens_total{engine=" in path.read_text()
     assert engine.counters.tokens == 40
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_prompt_that_the_engine_would_refuse_is_refused_before_anything_is_compiled(engines, capsys, tmp_path):
+    assert main(["generate", "this is far too long"]) == 2
+    assert "the prompt has 9000 tokens" in capsys.readouterr().err
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "short"}\n\n{"turns": ["far too long"]}\n')
+    for command in (["generate", "--prompts", str(path)], ["bench", "--prompts", str(path)]):
+        assert main(command) == 2
+        out, err = capsys.readouterr()
+        assert "line 3: the prompt has 9000 tokens" in err and not out
+    assert len(engines.made) == 3 and engines.compiled == 0

@@ -12,6 +12,8 @@ from specjax.drafters import learned
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
+from specjax.engine import load
+from specjax.engine.engine import Engine
 from specjax.engine.pricing import find_table, priors, provenance
 
 RUN = config.make({"target": "toy", "drafter": {"kind": "auto"}, "dtype": "float32"})
@@ -50,3 +52,15 @@ def test_without_it_the_kinds_usual_one():
 def test_a_table_holds_whatever_the_acceptance_is():
     said, silent = (provenance(RUN, toy.tiny_config(), "float32", drafters(a)[0]) for a in (SAID, ()))
     assert said == silent
+
+
+def test_a_table_that_is_none_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
+    def never(*_):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(load, "load_checkpoint", never)
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    for path in (tmp_path / "none.json", broken):
+        with pytest.raises(config.ConfigError, match=f"drafter.table: .*{path.name}.*specjax calibrate"):
+            Engine.load("smollm2-135m", drafter={"kind": "auto", "table": str(path)}, quiet=True)
