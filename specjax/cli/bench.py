@@ -153,7 +153,7 @@ class Bench(flags.EngineFlags):
 
     def _check_outputs(self) -> None:
         """Refuse what cannot be written before anything is measured."""
-        flags.check_outputs(self.json, self.metrics)
+        flags.check_outputs(self.json, self.metrics, self.plot)
         flags.check_plot(self.plot)
 
 

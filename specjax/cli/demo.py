@@ -43,6 +43,7 @@ class Demo(flags.EngineFlags):
         if run.drafter.kind == "none":
             raise ValueError("--drafter none would compare plain decoding with itself; name a drafter")
         plain_engine = flags.load_engine(run.model_copy(update={"drafter": NoDrafter()}), quiet=False)
+        flags.note(f"{run.drafter.kind}: compiling")
         drafting_engine = plain_engine.with_drafter(run.drafter)
         print(f"> {self.prompt}\n\n--- plain", flush=True)
         plain = stream(plain_engine, self.prompt, params)

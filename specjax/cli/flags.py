@@ -173,6 +173,9 @@ def check_outputs(*paths: str | None) -> None:
             raise ValueError(f"cannot write {path}: its folder does not exist")
         if path is not None and Path(path).is_dir():
             raise ValueError(f"cannot write {path}: it is a folder")
+    places = [Path(path).absolute() for path in paths if path is not None]
+    if twice := [place for place in places if places.count(place) > 1]:
+        raise ValueError(f"{twice[0].name} cannot hold two outputs: give each a file of its own")
 
 
 def check_plot(path: str | None) -> None:

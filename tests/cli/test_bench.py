@@ -294,3 +294,10 @@ def test_demo_fails_on_different_tokens(engines, capsys):
 
 def test_demo_needs_a_drafter(engines, capsys):
     assert main(["demo", "--drafter", "none"]) == 2
+
+
+def test_two_outputs_need_two_files(engines, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", "--prompts", "configs/prompts/demo.jsonl", "--json", "out", "--metrics", "./out"]) == 2
+    assert "out cannot hold two outputs" in capsys.readouterr().err
+    assert not engines.made and not list(tmp_path.iterdir())
