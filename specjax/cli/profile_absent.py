@@ -61,7 +61,7 @@ def figures(command: "Profile") -> dict[str, Any]:
         }  # fmt: skip
         told = aot.in_a_process(device.name, json.dumps(given), module="specjax.cli.profile_absent")
         rows = list(_told(device.name, told))
-        notes += _remarks(_platforms()[device.name], shape.kind, command.op)
+        notes += _remarks(device.name, shape.kind, command.op)
     only = {"tree_attention": ("attention",), "decode_step": ("layers",)}.get(command.op, ())
     return {
         "op": command.op,
@@ -91,9 +91,11 @@ def _told(device: str, rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any
         yield row
 
 
-def _remarks(platform: str, kind: str, op: str) -> list[str]:
+def _remarks(device: str, kind: str, op: str) -> list[str]:
     """What a reader has to know of the figures."""
-    found = []
+    found, platform = [], _platforms()[device]
+    if device == "tpu-7x":
+        found.append("the roofline is of the chip; compiled is for one of its two cores, which has half its bandwidth")
     if platform == "rocm" and op == "spec_step":
         found.append(
             "the Pallas kernels are compiled, the other phases the roofline alone: XLA compiles for no AMD GPU that is "

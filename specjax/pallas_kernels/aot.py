@@ -292,30 +292,34 @@ def _attention_estimate(shape: Any, context: int, found: Schedule, chip: Chip) -
     A request is what stands before and after its blocks (its draft tile, mostly) and, a block, the longer of its
     bundles and its copies; the copies of one block run beside the bundles of the one before, across requests too.
     """
-    request = _request(shape, found)
-    busy = [loop for loop in request.loops if loop.has("MXU")]  # [draft tile, groups in a loop], plain blocks, last one
+    request, (*before, plain, _) = _request(shape, found)
     rounds = shape.groups // shape.unrolled
-    plain = busy[rounds > 1]
     working = sum(loop.bundles * rounds for loop in plain.loops if loop.has("MXU"))
     copying = max(loop.bundles for loop in plain.loops if not loop.has("MXU"))  # this request's or the next one's
     bundles = plain.bundles + working + copying * (shape.block // shape.piece)
     copied = 2 * shape.groups * shape.block * shape.dim * shape.dtype.itemsize / chip.bandwidth
-    around = request.bundles + (busy[0].bundles * rounds if rounds > 1 else 0)
+    around = request.bundles + (before[-1].bundles * rounds if rounds > 1 else 0)
     blocks = context // shape.block
     seconds = shape.batch * (around / chip.clock + blocks * max(bundles / chip.clock, copied)) + copied
     return {"estimate_s": seconds}
 
 
-def _request(shape: Any, found: Schedule) -> schedule.Loop:
-    """What the kernel does for a request: with several a loop, with one the kernel."""
-    return found.kernel if shape.batch == 1 else found.kernel.loops[0]
+def _request(shape: Any, found: Schedule) -> tuple[schedule.Loop, list[schedule.Loop]]:
+    """What the kernel does for a request, and its loops with products in them.
+
+    With several requests it is a loop, with one the kernel. Products are in the loop of blocks that all rows see whole,
+    in that of the last one, and before them, where the groups are a loop, in the draft tile's. A compiler may put a few
+    into what it makes of the mask, too (v5p's does), ahead of these.
+    """
+    request = found.kernel if shape.batch == 1 else found.kernel.loops[0]
+    return request, [loop for loop in request.loops if loop.has("MXU")]
 
 
 def _attention_stages(shape: Any, found: Schedule, chip: Chip) -> list[dict[str, Any]]:
     """The loops of the kernel of tree attention: bundles of one trip, inner loops once, and the units in them."""
-    request = _request(shape, found)
-    busy = [loop for loop in request.loops if loop.has("MXU")]
-    names = ["draft tile", "block", "last block"][-len(busy) :]
+    request, busy = _request(shape, found)
+    names = ["draft tile", "block", "last block"][-2 - (shape.groups > shape.unrolled) :]
+    busy = busy[-len(names) :]
     around = dataclasses.replace(request, loops=[])
     return [
         {"stage": name, "bundles": loop.total(), "units": shares(found.filled(loop))}

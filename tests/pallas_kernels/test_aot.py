@@ -38,6 +38,29 @@ def test_attention_is_the_longer_of_bundles_and_copies():
     ]
 
 
+def test_the_draft_tile_is_found_where_the_mask_has_products_too():
+    """32 groups, eight side by side: the tile is a loop of four turns; v5p has a small loop with products before it."""
+    pieces = loop(10, mxu=False)
+    tile, blocks = loop(210), [loop(66, pieces, loop(500)), loop(129, pieces, loop(600))]
+    job = aot.tree_attention_job("32 groups", batch=4, heads=32, groups=32, context=2048)
+    shown = [
+        job.estimate(schedule(loop(100, *x, mxu=False)), CHIP) for x in ([tile, *blocks], [loop(12), tile, *blocks])
+    ]
+    assert shown[0] == shown[1]
+    stages = job.stages(schedule(loop(100, loop(12), loop(210), *blocks, mxu=False)), CHIP)
+    assert [stage["stage"] for stage in stages] == ["request", "draft tile", "block", "last block"]
+    assert [stage["bundles"] for stage in stages] == [100, 210, 576, 739]
+
+
+def test_one_request_is_the_kernel_and_no_loop_of_it():
+    job = aot.tree_attention_job("8k", batch=1, context=8192)
+    pieces = loop(10, mxu=False)
+    found = Schedule(loop(100, pieces, loop(2000, pieces), loop(2300, pieces), mxu=False), dict.fromkeys(UNITS, 2))
+    block = 2 * 8 * 1024 * 128 * 2 / CHIP.bandwidth
+    assert job.estimate(found, CHIP)["estimate_s"] == pytest.approx(100e-9 + 8 * block + block)
+    assert [stage["bundles"] for stage in job.stages(found, CHIP)] == [100, 2010, 2310]
+
+
 def decode(tile, around=0):
     """A layer of the 8B plan whose tiles take `tile` bundles each; one request."""
     pieces = loop(1, mxu=False)
