@@ -6,7 +6,6 @@
 The low level is `submit` and `step`; `generate` and `stream` are loops over them.
 """
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import sampling
 from specjax.config import RunConfig
 from specjax.costmodel.acceptance import Acceptance
 from specjax.costmodel.planner import Planner
@@ -26,9 +24,9 @@ from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.accept import resolve_rule
 from specjax.engine.counters import Counters
 from specjax.engine.describe import describe
-from specjax.engine.layout import MAX_BIAS, MAX_EOS, Layout
+from specjax.engine.intake import Intake
+from specjax.engine.layout import Layout
 from specjax.engine.pilot import Pilot
-from specjax.engine.prefill import Insertion
 from specjax.engine.pricing import priors
 from specjax.engine.programs import Programs
 from specjax.engine.prompt import Prompt, encode, is_single
@@ -99,6 +97,7 @@ class Engine:
             config.device_rounds,
             lambda: layout.initial_state(stage, dtype),
         )
+        self.intake = Intake(config, target.config, tokenizer, layout)
         self.scheduler = Scheduler(config.batch, config.page_size, layout.row_pages)
         self._texts: dict[int, TextStream] = {}
         self._mail: dict[int, deque[tuple[int, Chunk]]] = {}
@@ -110,7 +109,7 @@ class Engine:
         if check is not None:
             check(self)
         if config.warmup:
-            self.warmup_s = self.programs.warm(self.params, self.idle_insertion(), progress or (lambda *_: None))
+            self.warmup_s = self.programs.warm(self.params, self.intake.idle(), progress or (lambda *_: None))
         self._state: State = self.programs.initial()
 
     @classmethod
@@ -156,11 +155,11 @@ class Engine:
         Raises:
             ValueError: an empty or too long prompt, or ids and parameters that do not fit the target.
         """
-        return self._enqueue(self._request(prompt, params, raw))
+        return self._enqueue(self.intake.request(self.encode(prompt, raw=raw), params))
 
     def check(self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False) -> None:
         """Raise what `submit` would for this request, without queueing it."""
-        self._request(prompt, params, raw)
+        self.intake.request(self.encode(prompt, raw=raw), params)
 
     def abort(self, index: int) -> bool:
         """Drop a request that is waiting or running; its row and pages are free at once, the others do not notice.
@@ -257,7 +256,9 @@ class Engine:
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
         # All are checked before the first is queued.
-        requests = [self._request(prompt, p, raw) for prompt, p in zip(prompts, each, strict=True)]
+        requests = [
+            self.intake.request(self.encode(prompt, raw=raw), p) for prompt, p in zip(prompts, each, strict=True)
+        ]
         waiting = deque(self._enqueue(request) for request in requests)
         done: dict[int, Result] = {}
         for index, chunk in self._chunks(list(waiting)):
@@ -290,27 +291,6 @@ class Engine:
         return describe(self)
 
     # ---------------------------------------------------------------- inside
-
-    def _request(self, prompt: Prompt, params: SamplingParams | None, raw: bool) -> Request:
-        """A checked request that has no number yet."""
-        params = params or SamplingParams()
-        ids = self.encode(prompt, raw=raw)
-        vocab = self.target.config.vocab_size
-        if not ids:
-            raise ValueError("the prompt is empty; decoding starts from at least one token")
-        if min(ids) < 0 or max(ids) >= vocab:
-            raise ValueError(f"prompt ids must be in 0..{vocab - 1}, got {min(ids)}..{max(ids)}")
-        if len(ids) >= self.config.context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and context is {self.config.context}: "
-                f"shorten it, or set context to at least {len(ids) + params.max_tokens} "
-                f"(this target takes up to {self.target.config.max_position_embeddings})"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer; use stop_token_ids")
-        self._eos(params)
-        sampling.row_values(params, prompt_length=len(ids), vocab_size=vocab, max_bias=MAX_BIAS)
-        return Request(prompt=ids, params=params, index=-1)
 
     def _enqueue(self, request: Request) -> int:
         request.index = self._submitted
@@ -377,14 +357,14 @@ class Engine:
         events = []
         while self.scheduler.waiting:
             request = self.scheduler.waiting[0]
-            limit = self._limit(request)
+            limit = self.intake.limit(request)
             started = self.scheduler.admit(limit + self.programs.stage.shape.rows)
             if started is None:
                 break
             row, request, pages = started
             request.started = time.perf_counter()
             self._texts[row] = TextStream.of(self.tokenizer, request.params)
-            self._state = self.programs.insert(self._state, row, self._insertion(request, limit, pages))
+            self._state = self.programs.insert(self._state, row, self.intake.insertion(request, limit, pages))
             emitted = None
             for start, size in self.programs.chunks(len(request.prompt)):
                 self._state, emitted = self.programs.prefill(self.params, self._state, row, start, size)
@@ -459,46 +439,3 @@ class Engine:
         if self.pilot is not None:
             self.pilot.released(row)
         return request
-
-    def _limit(self, request: Request) -> int:
-        """Total tokens at which a request must end: its budget or the context, the smaller."""
-        return min(len(request.prompt) + request.params.max_tokens, self.config.context)
-
-    def _eos(self, params: SamplingParams) -> np.ndarray:
-        """End tokens of a request, padded with -1."""
-        model = () if params.ignore_eos else self.target.config.eos_token_ids
-        own = self.tokenizer.eos_ids if self.tokenizer is not None and not params.ignore_eos else ()
-        ids = sorted({*model, *own, *params.stop_token_ids})
-        if len(ids) > MAX_EOS:
-            raise ValueError(f"at most {MAX_EOS} end tokens a request, got {len(ids)}: {ids}")
-        if ids and not 0 <= ids[0] <= ids[-1] < self.target.config.vocab_size:
-            raise ValueError(f"end tokens must be in 0..{self.target.config.vocab_size - 1}, got {ids}")
-        return np.array(ids + [-1] * (MAX_EOS - len(ids)), np.int32)
-
-    def _insertion(self, request: Request, limit: int, pages: np.ndarray | None) -> Insertion:
-        tokens = np.zeros((self.layout.capacity,), np.int32)
-        tokens[: len(request.prompt)] = request.prompt
-        params = request.params
-        if params.seed is None and self.config.seed is not None:
-            params = dataclasses.replace(params, seed=(self.config.seed + request.index) % 2**64)
-        return Insertion(
-            tokens=tokens,
-            length=np.int32(len(request.prompt)),
-            limit=np.int32(limit),
-            eos=self._eos(params),
-            sampling=sampling.row_values(
-                params,
-                prompt_length=len(request.prompt),
-                vocab_size=self.target.config.vocab_size,
-                max_bias=MAX_BIAS,
-            ),
-            pages=pages,
-        )
-
-    def idle_insertion(self, row: int | None = None) -> Insertion:
-        """Shapes and dtypes of a real insertion, for warm-up and measurements; with pages of its own for a `row`."""
-        pages = None
-        if self.config.page_size is not None:
-            own = np.arange(self.layout.row_pages, dtype=np.int32) + 1
-            pages = np.zeros_like(own) if row is None else own + row * self.layout.row_pages
-        return self._insertion(Request(prompt=[0], params=SamplingParams(seed=0), index=0), 1, pages)

@@ -16,7 +16,7 @@ def fresh(engine: "Engine") -> State:
     """An empty state in which every row has its pages."""
     state = engine.programs.initial()
     for row in range(engine.config.batch if engine.config.page_size is not None else 0):
-        state = engine.programs.insert(state, row, engine.idle_insertion(row))
+        state = engine.programs.insert(state, row, engine.intake.idle(row))
     return state
 
 

@@ -154,7 +154,7 @@ def test_a_drafter_that_sat_out_drafts_as_if_it_never_had(engine, drafters):
 def _drafted(engine, shape: DraftShape, context: list[int]) -> list[int]:
     """What a drafter by itself proposes behind a context, whose last token it has not verified."""
     state = engine._state
-    insertion = engine._insertion(_request(context[:-1]), len(context) + 20, None)
+    insertion = engine.intake.insertion(_request(context[:-1]), len(context) + 20, None)
     state = engine.programs.insert(jax.tree.map(jnp.copy, state), 0, insertion)
     emitted = None
     for start, size in engine.programs.chunks(len(context) - 1):

@@ -37,7 +37,7 @@ def prefilled(length):
     for row in range(BATCH):
         prompt = rng.integers(0, toy.VOCAB, length).tolist()
         request = Request(prompt=prompt, params=SamplingParams(), index=row)
-        state = e.programs.insert(state, row, e._insertion(request, CONTEXT, pages[row]))
+        state = e.programs.insert(state, row, e.intake.insertion(request, CONTEXT, pages[row]))
         for start, size in e.programs.chunks(length):
             state, _ = e.programs.prefill(params, state, row, start, size)
     return params, state
