@@ -16,8 +16,9 @@ from specjax.cli.flags import Repeated
 
 if TYPE_CHECKING:
     from specjax.training.corpus import Corpus
+    from specjax.training.progress import StepReport
     from specjax.training.recipe import Recipe
-    from specjax.training.trainer import StepReport, Trainer
+    from specjax.training.trainer import Trainer
 
 ENOUGH_CHAINS = 50  # that got to a draft, for its share to be written down
 RUN_HELP = """Train a drafter on a corpus that its target wrote.

@@ -8,7 +8,6 @@ clock. It keeps the minutes that it has used.)
 import dataclasses
 import functools
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
@@ -18,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.drafters.config import HeadConfig
@@ -27,47 +25,12 @@ from specjax.training import calibrate, candidate_head, evaluate, features, opti
 from specjax.training.corpus import Corpus
 from specjax.training.objective import Objective, Sample
 from specjax.training.packing import Packed, pack, rows_of_step
+from specjax.training.progress import Checkpoints, Log, State, StepReport
 from specjax.training.recipe import Recipe, head_config, restore
 from specjax.training.vocabulary import Chooser
 
 HELD_OUT_ANCHORS = 16  # of a packed row, when a block drafter is looked at
-KEPT = 2  # checkpoints
 HEAD_STEPS, HEAD_ROWS = 16, 16384  # batches that a candidate head is fitted to, and rows that are kept of them
-
-
-@dataclasses.dataclass
-class State:
-    """What a checkpoint holds.
-
-    Attributes:
-        trained: the tensors, float32, by canonical name.
-        optimizer: the optimiser's state.
-        scale: of the taps, for a block drafter (see `warm_start.tap_scale`).
-        step: steps done.
-        seconds: of training, over all sittings.
-    """
-
-    trained: dict[str, Any]
-    optimizer: Any
-    scale: Any
-    step: int = 0
-    seconds: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class StepReport:
-    """A line of the metrics: one step, and the held-out slice where it was looked at."""
-
-    step: int
-    tokens: int
-    seconds: float
-    progress: float
-    rate: float
-    loss: float
-    loss_by_slot: list[float]
-    agreement: list[float]
-    tokens_per_s: float
-    held_out: dict[str, Any] | None = None
 
 
 class Trainer:
@@ -117,7 +80,7 @@ class Trainer:
         self._rows, self._everywhere = NamedSharding(mesh, PartitionSpec("rows")), NamedSharding(mesh, PartitionSpec())
         self._params = params = jax.device_put(params, self._everywhere)
         self._shared = {name: params[name] for name in ("embedding", "norm", "head") if name in params}
-        self._manager = _Checkpoints(self.out / "checkpoints")
+        self._manager = Checkpoints(self.out / "checkpoints")
         self._identify(resume)
         note(f"{len(self.packed)} rows of {recipe.length} tokens, {int(self.packed.mask.sum())} to learn")
         self._store = self._features(note) if recipe.features == "cache" else None
@@ -149,7 +112,7 @@ class Trainer:
             Whether the run is complete.
         """
         r = self.recipe
-        log = _Log(self.out / "metrics.jsonl", self.state.step)
+        log = Log(self.out / "metrics.jsonl", self.state.step)
         before, started = self.state.seconds, perf_counter()
         while self.progress < 1 and not stopped():
             began = perf_counter()
@@ -356,61 +319,3 @@ def _hits(objective, trained, scale, target_params, sample):
 @functools.partial(jax.jit, static_argnums=0)
 def _rows(objective, trained, scale, target_params, sample):
     return objective.rows(trained, scale, target_params, sample, objective.features(target_params, sample))
-
-
-class _Checkpoints:
-    """Numbered checkpoints in a folder, each complete or not there; the newest ones are kept."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder.absolute()
-
-    def steps(self) -> list[int]:
-        """Steps that there are checkpoints of, ascending."""
-        return sorted(int(p.name) for p in self.folder.glob("*") if p.name.isdigit()) if self.folder.is_dir() else []
-
-    def save(self, state: State) -> None:
-        if state.step in self.steps():
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with ocp.StandardCheckpointer() as writer:
-            writer.save(self.folder / str(state.step), _tree(state))
-        for old in self.steps()[:-KEPT]:
-            shutil.rmtree(self.folder / str(old))
-
-    def restore(self, shape: State) -> State:
-        """The newest checkpoint, into the structure of `shape`."""
-        wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), _tree(shape))
-        with ocp.StandardCheckpointer() as reader:
-            tree = reader.restore(self.folder / str(self.steps()[-1]), wanted)
-        tree = jax.tree.map(jnp.asarray, tree)
-        return State(
-            trained=tree["trained"],
-            optimizer=tree["optimizer"],
-            scale=tree["scale"],
-            step=int(tree["step"]),
-            seconds=float(tree["seconds"]),
-        )
-
-
-def _tree(state: State) -> dict[str, Any]:
-    return {
-        "trained": state.trained,
-        "optimizer": state.optimizer,
-        "scale": state.scale,
-        "step": np.asarray(state.step, np.int32),
-        "seconds": np.asarray(state.seconds, np.float32),
-    }
-
-
-class _Log:
-    """`metrics.jsonl`: a line a step; what a stopped run wrote past its checkpoint is taken out."""
-
-    def __init__(self, path: Path, step: int):
-        self._path = path
-        if path.exists():
-            lines = [x for x in path.read_text().splitlines() if json.loads(x)["step"] <= step]
-            path.write_text("".join(f"{x}\n" for x in lines))
-
-    def add(self, line: StepReport) -> None:
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(dataclasses.asdict(line)) + "\n")
