@@ -61,7 +61,7 @@ def figures(command: "Profile") -> dict[str, Any]:
         }  # fmt: skip
         told = aot.in_a_process(device.name, json.dumps(given), module="specjax.cli.profile_absent")
         rows = list(_told(device.name, told))
-        notes += _remarks(device.name, shape.kind, command.op)
+        notes += _remarks(device.name, shape.kind, command.op, fused)
     only = {"tree_attention": ("attention",), "decode_step": ("layers",)}.get(command.op, ())
     return {
         "op": command.op,
@@ -91,7 +91,7 @@ def _told(device: str, rows: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any
         yield row
 
 
-def _remarks(device: str, kind: str, op: str) -> list[str]:
+def _remarks(device: str, kind: str, op: str, fused: bool) -> list[str]:
     """What a reader has to know of the figures."""
     found, platform = [], _platforms()[device]
     if device == "tpu-7x":
@@ -106,7 +106,8 @@ def _remarks(device: str, kind: str, op: str) -> list[str]:
             "compiler: its cost analysis, of all layers; what accept and commit do for requests that sample, have "
             "penalties or want log-probabilities is counted, asked for or not"
         )
-        found.append("bundles and units: of one layer, every kernel and loop once")
+        of = "every loop once, those of stages as often as they run" if fused else "of one layer, every loop once"
+        found.append(f"bundles and units: {of}")
     if platform == "cuda" and op == "spec_step":
         found.append("XLA's products have its default tiles: it tunes them on the device alone")
     if kind not in WEIGHTLESS and op == "spec_step":

@@ -129,17 +129,18 @@ def test_a_fused_step_on_a_gpu_is_shown_kernel_by_kernel(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "drafter", "said"),
+    ("device", "options", "said"),
     [
-        ("mi300x", "ngram", ["XLA compiles for no AMD GPU that is not here"]),
-        ("h100", "eagle3", ["default tiles", "eagle3 drafts with weights that are not here"]),
-        ("tpu-7x", "ngram", ["one of its two cores", "asked for or not", "of one layer"]),
+        ("mi300x", [], ["XLA compiles for no AMD GPU that is not here"]),
+        ("h100", ["--drafter", "eagle3"], ["default tiles", "eagle3 drafts with weights that are not here"]),
+        ("tpu-7x", [], ["one of its two cores", "asked for or not", "of one layer"]),
+        ("tpu-v6e", ["--decode-step", "fused"], ["asked for or not", "those of stages as often as they run"]),
     ],
 )
-def test_what_the_figures_leave_out_is_said(capsys, monkeypatch, device, drafter, said):
+def test_what_the_figures_leave_out_is_said(capsys, monkeypatch, device, options, said):
     monkeypatch.setattr(profile_absent, "compiler_missing", lambda device: None)
     monkeypatch.setattr(aot, "in_a_process", lambda *_, **__: iter([]))
-    notes = figures(capsys, "profile", "--device", device, "--target", "llama-3.1-8b", "--drafter", drafter)["notes"]
+    notes = figures(capsys, "profile", "--device", device, "--target", "llama-3.1-8b", *options)["notes"]
     assert len(notes) == len(said)
     assert all(part in note for part, note in zip(said, notes, strict=True))
 
