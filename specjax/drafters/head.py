@@ -7,6 +7,7 @@ is; where the draft vocabulary is the target's, there is nothing to map and noth
 """
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -231,10 +232,27 @@ def check_d2t(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab: int, 
 
 
 def best_columns(scores: Float[Array, "N c"], count: int) -> Int[Array, "N k"]:
-    """The `count` best columns of each row, in no order.
+    """The `count` best columns of each row, in no order; on a TPU, 99 in 100 of them (see there)."""
+    return jax.lax.platform_dependent(
+        scores,
+        tpu=functools.partial(nearly_best_columns, count=count),
+        default=functools.partial(_best_columns, count=count),
+    )
 
-    They lie in the `count` groups of columns with the best maxima: a maximum of each group and two small selections
-    take a quarter of the time of one over a large vocabulary.
+
+def nearly_best_columns(scores: Float[Array, "N c"], count: int) -> Int[Array, "N k"]:
+    """Columns among which 99 in 100 of the best are expected, in one pass over the scores (Chern et al. 2022).
+
+    A TPU gathers groups of columns slowly, and has this as an operation of its own: compiled for v6e, 64 of 128,256
+    columns for 8 rows take 3.5 us instead of 115, by the compiler's estimate.
+    """
+    return jax.lax.approx_max_k(scores, count, recall_target=0.99)[1]
+
+
+def _best_columns(scores: Float[Array, "N c"], count: int) -> Int[Array, "N k"]:
+    """They lie in the `count` groups of columns with the best maxima.
+
+    A maximum of each group and two small selections take a quarter of the time of one over a large vocabulary.
     """
     rows, columns = scores.shape
     groups = -(-columns // GROUP)

@@ -7,12 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from support import toy
 from support.heads import VOCAB, WIDTH, head_config, random_tensors
 
 from specjax import sampling
 from specjax.drafters import learned
-from specjax.drafters.head import Head, best_columns, build_head, check_d2t, recall, svd_factors
+from specjax.drafters.head import (
+    Head,
+    best_columns,
+    build_head,
+    check_d2t,
+    nearly_best_columns,
+    recall,
+    svd_factors,
+)
 
 OFFSETS = np.array([0, 1, 2, 4])  # target ids 0, 2, 4, 7
 
@@ -218,3 +227,17 @@ def test_best_columns_are_those_of_a_sort(columns, count):
     scores[0, -count:] += 1e6  # all in the last, unfilled group
     found = np.sort(best_columns(jnp.asarray(scores), count), axis=1)
     np.testing.assert_array_equal(found, np.sort(np.argsort(-scores, axis=1)[:, :count], axis=1))
+
+
+def test_a_tpu_selects_columns_with_its_own_operation():
+    """Lowered for a TPU, the selection is one approximate top-k, and no group of columns is gathered."""
+    scores = jax.ShapeDtypeStruct((3, 4096), jnp.float32)
+    text = {
+        platform: str(export.export(jax.jit(lambda s: best_columns(s, 8)), platforms=[platform])(scores).mlir_module())
+        for platform in ("tpu", "cpu")
+    }
+    assert "ApproxTopK" in text["tpu"] and "gather" not in text["tpu"]
+    assert "ApproxTopK" not in text["cpu"] and "gather" in text["cpu"]
+    drawn = np.random.default_rng(0).normal(size=(3, 4096)).astype(np.float32)
+    found = np.asarray(nearly_best_columns(jnp.asarray(drawn), 16))  # a CPU takes the best ones
+    np.testing.assert_array_equal(np.sort(found, axis=1), np.sort(np.argsort(-drawn, axis=1)[:, :16], axis=1))
