@@ -121,10 +121,9 @@ class Case:
 
 
 def cases(chip: Chip | aot_gpu.Chip) -> list[Case]:
-    """Rounds with n-gram drafts of the models that fit the chip's memory; on TPUs fused too."""
+    """Rounds with n-gram drafts of the models that fit the chip's memory, layer by layer and fused."""
     names = ("Llama-3.1-8B", "Qwen3-8B") if chip.memory > 20e9 else ("Llama-3.2-3B",)
-    steps = (False, True) if chip.platform == "tpu" else (False,)
-    return [Case(name, MODELS[name], fused=one) for name in names for one in steps]
+    return [Case(name, MODELS[name], fused=one) for name in names for one in (False, True)]
 
 
 def job(case: Case) -> Job:

@@ -53,7 +53,7 @@ def test_kernels_and_rounds_by_name(monkeypatch, capsys):
     monkeypatch.setattr(aot, "in_a_process", lambda chip, *options: asked.append((chip, *options)) or iter([]))
     chips = ("aot", "--chips", "mi300x h100")
     assert main([*chips]) == 0
-    rounds = [("h100", "--round", "0"), ("h100", "--round", "1")]
+    rounds = [("h100", "--round", str(number)) for number in range(4)]
     assert asked == [("mi300x",), ("h100",), *rounds]  # XLA compiles for no AMD GPU that is not there
     asked.clear()
     assert main([*chips, "--what", "rounds"]) == 0

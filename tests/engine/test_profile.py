@@ -99,19 +99,21 @@ def test_random_weights_have_no_learned_drafter(tmp_path):
         profile.random_engine(toy.tiny_config(), run)
 
 
-def test_whole_rounds_fit_the_chips_and_are_fused_on_tpus_alone():
+def test_whole_rounds_fit_the_chips_layer_by_layer_and_fused():
     from specjax.pallas_kernels import aot, aot_gpu
 
-    tpu = engine_aot.cases(aot.CHIPS["tpu-v6e"])
-    assert [(case.name, case.fused) for case in tpu] == [
-        (m, f) for m in ("Llama-3.1-8B", "Qwen3-8B") for f in (False, True)
-    ]
+    both = [(name, fused) for name in ("Llama-3.1-8B", "Qwen3-8B") for fused in (False, True)]
+    for chip in (aot.CHIPS["tpu-v6e"], aot_gpu.CHIPS["h100"]):
+        assert [(case.name, case.fused) for case in engine_aot.cases(chip)] == both
     assert {case.name for case in engine_aot.cases(aot.CHIPS["tpu-v5e"])} == {"Llama-3.2-3B"}
-    gpu = [engine_aot.job(case) for case in engine_aot.cases(aot_gpu.CHIPS["h100"])]
-    assert [job.name for job in gpu] == [f"round {m}, 8 rows, layer by layer" for m in ("Llama-3.1-8B", "Qwen3-8B")]
+    apart, fused = (engine_aot.job(case) for case in engine_aot.cases(aot_gpu.CHIPS["h100"])[:2])
+    assert [job.name for job in (apart, fused)] == [
+        f"round Llama-3.1-8B, 8 rows, {how}" for how in ("layer by layer", "fused")
+    ]
     matrices = 32 * (4096 * 128 * (2 * 32 + 2 * 8) + 3 * 4096 * 14336) + 4096 * 128256
     norms = 4096 * (2 * 32 + 1)
-    assert gpu[0].needed == 2 * (matrices + norms)
+    assert apart.needed == 2 * (matrices + norms)
+    assert fused.needed == apart.needed + 2 * 4096  # the last norm, among the tiles too
 
 
 def test_known_shapes_are_decoders():
