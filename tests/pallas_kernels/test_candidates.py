@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from support.fused import check
 from support.toy import tiny_config
 
+from specjax.pallas_kernels import aot_decode
 from specjax.pallas_kernels.decode_step import tpu as step_tpu
 from specjax.pallas_kernels.decode_step import triton as step_triton
 from specjax.pallas_kernels.decode_step.cut import Cut
@@ -101,13 +102,22 @@ NORMED = tiny_config(family="qwen3", qk_norm=True, hidden_size=192, intermediate
 ROWS = Case((300, 17), (3, 2), 3, page=16, fill=cases.NAN)
 
 
-def varied(matrix, which, sizes):
-    """The candidate of number `which` for one of the products, the rule's for the others."""
-    rule = ProductTiles.rule(sizes)
-    if sizes.matrix != matrix:
-        return rule
-    found = told_apart(ProductTiles, sizes, SPEED_ALONE)
-    return found[which % len(found)]
+def one_after_another(kind, wanted=lambda sizes: True, ignoring=()):
+    """Functions from sizes to tiles, as many as there are candidates for the sizes that are `wanted`; else the rule."""
+    count, which = 1, 0
+    while which < count:
+
+        def tiles(sizes, which=which):
+            nonlocal count
+            if not wanted(sizes):
+                return kind.rule(sizes)
+            found = told_apart(kind, sizes, ignoring)
+            count = len(found)
+            return found[which]
+
+        yield tiles
+        which += 1
+    assert count > 1
 
 
 def narrow(sizes):
@@ -122,8 +132,7 @@ def test_products_of_narrow_pieces():
 @pytest.mark.parametrize("matrix", ["qkv", "gate_up", "down"])
 @pytest.mark.parametrize("config", [STEP, NORMED], ids=["llama", "qwen3"])
 def test_products(config, matrix):
-    for which in range(8):
-        tiles = functools.partial(varied, matrix, which)
+    for tiles in one_after_another(ProductTiles, lambda sizes: sizes.matrix == matrix, SPEED_ALONE):
         check((functools.partial(step_triton.decode_step, tiles=tiles, interpret=True),), config, ROWS, "float32", (1,))
 
 
@@ -138,22 +147,35 @@ def test_a_ring_of_few_banks(banks):
     check((run,), tiny_config(max_position_embeddings=1024), ROWS, "float32")
 
 
+def test_a_step_of_16_groups_is_traced():
+    plan = dataclasses.replace(LLAMA_8B, groups=16)
+    jax.eval_shape(functools.partial(step_tpu.decode_step, plan), *aot_decode.shapes(plan, 1, 8, 2048, None))
+
+
 @pytest.mark.slow
-def test_steps():
-    """All candidates for a step's attention and ring, one after another."""
+@pytest.mark.parametrize(("heads", "dim"), [(16, 128), (9, 64)])
+def test_steps_of_more_groups_than_stand_side_by_side(heads, dim):
+    """In a loop where heads are whole lanes, else one after another in the code."""
+    config = tiny_config(
+        num_heads=heads, num_kv_heads=heads, head_dim=dim, hidden_size=128, intermediate_size=128, num_layers=1,
+        windows=(), max_position_embeddings=1024,
+    )  # fmt: skip
     seen = []
 
-    def candidate(which, sizes):
-        found = told_apart(StepTiles, sizes)
-        seen.append((which, len(found)))
-        return found[which % len(found)]
+    def tiles(sizes):
+        seen.append(StepTiles.rule(sizes, most=128))
+        return seen[-1]
 
-    which = 0
-    while not seen or which < seen[-1][1]:
-        run = functools.partial(step_tpu.decode_step, interpret=RACES, tiles=functools.partial(candidate, which))
+    check((functools.partial(step_tpu.decode_step, interpret=RACES, tiles=tiles),), config, ROWS, "float32")
+    assert {t.unroll for t in seen} == {8 if dim == 128 else 9}
+
+
+@pytest.mark.slow
+def test_steps():
+    """All candidates for a step's attention and ring."""
+    for tiles in one_after_another(StepTiles):
+        run = functools.partial(step_tpu.decode_step, interpret=RACES, tiles=tiles)
         check((run,), tiny_config(max_position_embeddings=1024), ROWS, "float32")
-        which += 1
-    assert which >= 8
 
 
 LLAMA_8B = Plan.of(

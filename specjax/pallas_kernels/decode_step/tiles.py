@@ -79,6 +79,8 @@ class StepTiles(Tiles):
         """As many banks as the ring and VMEM have room for, at least `FEWEST`, and blocks of up to `most` slots."""
         banks = max(2, min(BANKS, RING_BYTES // sizes.tile_bytes))
         tiles = cls(banks=banks, **dataclasses.asdict(TpuTiles.rule(sizes.attention, most)))
+        if tiles.loops(sizes):
+            tiles = dataclasses.replace(tiles, unroll=sizes.attention.groups)
         while tiles.banks > FEWEST and tiles.vmem_bytes(sizes) > VMEM_BYTES:
             tiles = dataclasses.replace(tiles, banks=tiles.banks - 1)
         return tiles
@@ -97,8 +99,14 @@ class StepTiles(Tiles):
             return f"{self.banks} banks, of two or more"
         if found := self.attention.problem(sizes.attention):
             return found
+        if self.loops(sizes):
+            return f"groups in a loop with heads of {sizes.attention.dim}, which are no whole lanes"
         needed = self.vmem_bytes(sizes)
         return None if needed <= VMEM_BYTES else f"{needed >> 20} MiB of VMEM, of {VMEM_BYTES >> 20}"
+
+    def loops(self, sizes: StepSizes) -> bool:
+        """Whether a loop over groups would store heads at lanes that are no multiples of 128."""
+        return self.unroll < sizes.attention.groups and sizes.attention.dim % LANES != 0
 
     def vmem_bytes(self, sizes: StepSizes) -> int:
         """Banks, buffers between products, rows in and out, and what attention needs."""

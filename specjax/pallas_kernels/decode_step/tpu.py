@@ -436,8 +436,10 @@ def _attend(
     def finish(g, out):
         for r in range(s.ratio):
             lanes = (g * s.ratio + r) * s.dim
+            if s.unrolled < s.groups:  # then `g` is a value, and a head whole lanes
+                lanes = pl.multiple_of(lanes, LANES)
             value = _round(step, out[r * step.width : (r + 1) * step.width])
-            at.attended[own, lanes : lanes + s.dim] = value
+            at.attended[own, pl.ds(lanes, s.dim)] = value
 
     attend_request(
         s,
