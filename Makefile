@@ -46,7 +46,7 @@ goldens: $(GOLDENS)  ## record the reference outputs that the parity tests compa
 	.venv-goldens/bin/python tests/parity/make_goldens.py $(ARGS)
 	.venv-goldens/bin/python tests/parity/make_drafter_goldens.py
 
-aot: $(AOT)  ## compile the kernels for chips that are not here (CHIPS="tpu-v6e h100 mi300x", ARGS="--short --json FILE")
+aot: $(AOT)  ## compile the kernels for chips that are not here (CHIPS="tpu-v6e h100", ARGS="--what rounds --json FILE")
 	.venv-aot/bin/specjax aot $(if $(CHIPS),--chips "$(CHIPS)") $(ARGS)
 
 profile: $(AOT)  ## a round by phase, with the compilers of chips that are not here (ARGS="--device tpu-v6e --target llama-3.1-8b")
