@@ -11,7 +11,7 @@ import pytest
 from support.fused import check, make
 from support.toy import tiny_config
 
-from specjax.pallas_kernels import aot_decode_gpu, dispatch, traffic
+from specjax.pallas_kernels import aot_decode, aot_decode_gpu, dispatch, traffic
 from specjax.pallas_kernels.decode_step import triton
 from specjax.pallas_kernels.decode_step.weights import Plan
 from specjax.pallas_kernels.tree_attention import cases
@@ -92,17 +92,19 @@ def test_padding_rows_reach_no_other(case):
 @pytest.mark.parametrize("model", ["Llama-3.1-8B", "Qwen3-8B"])
 def test_an_8b_models_weights_are_loaded_once(model):
     """Each block, whatever the number of rows; rows themselves are loaded by every program, from a cache."""
-    for job in aot_decode_gpu.blocks(model, "bfloat16", 8, "cuda"):
+    plan = Plan.of(dtype="bfloat16", **aot_decode.MODELS[model])
+    for job in aot_decode_gpu.blocks(plan, 1, 8, 1024, "cuda").values():
         moved = traffic.count(job.function, *job.args, scalars=())
         assert moved.read["tiles"] == job.needed
-    layer = sum(job.needed for job in aot_decode_gpu.blocks(model, "bfloat16", 128, "rocm"))
+    layer = sum(job.needed for job in aot_decode_gpu.blocks(plan, 1, 128, 1024, "rocm").values())
     inner = 14336 if model == "Llama-3.1-8B" else 12288
     assert layer == 2 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * inner)
 
 
 def test_programs_fill_a_gpu_and_lines_where_they_can():
-    jobs = aot_decode_gpu.blocks("Llama-3.1-8B", "bfloat16", 8, "cuda")
-    calls = [next(traffic.kernels(job.function, *job.args)) for job in jobs]
+    plan = Plan.of(dtype="bfloat16", **aot_decode.MODELS["Llama-3.1-8B"])
+    jobs = aot_decode_gpu.blocks(plan, 1, 8, 1024, "cuda")
+    calls = [next(traffic.kernels(job.function, *job.args)) for job in jobs.values()]
     assert [call.params["grid_mapping"].grid for call in calls] == [(96,), (128,), (224,), (128,)]
 
 
