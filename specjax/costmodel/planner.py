@@ -325,7 +325,8 @@ class Planner:
         waits = self.books.missed[kind] > live * (1 + max(shape.depth for shape in self.menu))
         seconds = decision.seconds + table.fixed + waits * table.catch_up_time(kind, self.books.missed[kind])
         if decision.tokens / seconds > cheap.rate:
-            return dataclasses.replace(decision, shadow=None, ride=False, going=None)
+            # Requests may have ended since it was made; what each gets is decided when the draft is there.
+            return dataclasses.replace(decision, shadow=None, ride=False, going=None, budgets=np.ones(live, int))
         if cheap.shadow is not None:
             cheap = dataclasses.replace(cheap, shape=PLAIN)
         return dataclasses.replace(cheap, reason="scores")

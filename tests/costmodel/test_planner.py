@@ -330,6 +330,8 @@ def test_a_lookup_is_made_before_a_dear_draft_and_may_save_it():
         live, nodes = nothing
         turned = plan.fit(decision, rows, live, 500.0, nodes)
         assert (turned.shape, turned.shadow, turned.looks) == (dear, None, False)
+        fewer = dataclasses.replace(decision, budgets=np.array([3, 3]))  # a second request has ended since
+        assert plan.fit(fewer, rows, live, 500.0, nodes).budgets.tolist() == [1]
         drafted = plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.9, 3))
         assert drafted.shape == dear and drafted.budgets.tolist() == [3]
         assert plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.02, 3)).budgets.tolist() == [1]

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 from support import engines, heads, toy
 
+from specjax import config
 from specjax.costmodel.decision import Decision
+from specjax.costmodel.planner import Planner
 from specjax.draft import PLAIN, DraftShape
 from specjax.drafters import learned
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
 from specjax.engine.pilot import Pilot
+from specjax.engine.pricing import find_table
 from specjax.sampling import SamplingParams
 
 RING = 16
@@ -295,6 +298,38 @@ def test_a_dear_draft_is_made_only_where_the_cheap_one_that_was_made_first_has_n
     assert all(drafts[0] for _, _, drafts, _ in planner.seen[:-2])  # the end leaves no room for some
     assert {shape for shape, *_ in planner.learned} == {LOOKUP, CHAIN}
     assert planner.shadows.count((LOOKUP, 0, 0)) == shapes.count(CHAIN)
+
+
+def test_requests_of_a_batch_end_while_lookups_are_made_first(engine):
+    """The real planner fits drafts for requests of which some have ended since it decided."""
+    drafter, counts = engine.drafter, sorted({width.count for width in engine.programs.widths})
+    run = config.make({"target": "toy", "drafter": {"kind": "auto"}, "dtype": "float32"})
+    table = find_table(run, toy.tiny_config(), "float32", drafter, lambda line: None)
+    planner = Planner(table, drafter.menu, counts, BATCH, scored=True)
+    decide, looked = planner.decide, []
+
+    def hopeful(rows, context):
+        decision = decide(rows, context)
+        chain = {"shape": CHAIN, "seconds": decision.seconds, "tokens": 2.9 * len(rows)}
+        return dataclasses.replace(decision, shadow=LOOKUP, ride=True, reason="best", going=None, **chain)
+
+    planner.decide = hopeful
+    real = engine.programs.draft_as
+    engine.reset()
+    engine.pilot = Pilot(planner, drafter, engine.programs, thinking=1e-9)
+    engine.programs.draft_as = lambda shape, *rest: looked.append(shape) or real(shape, *rest)
+    prompts = [*PROMPTS, *PROMPTS]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (30, 7, 12, 5, 21, 9)]
+    try:
+        results = engine.generate(prompts, params)
+    finally:
+        engine.programs.draft_as = real
+    for prompt, own, result in zip(prompts, params, results, strict=True):
+        assert result.token_ids == engines.solo(prompt, own).token_ids
+    assert {LOOKUP, CHAIN} <= set(looked)
+    report = engine.pilot.report()
+    assert report["reasons"]["best"] > 0 and sum(report["reasons"].values()) == report["rounds"]
+    assert all(spent > 0 for spent in report["host_s"].values())
 
 
 def test_refusals(drafters):
