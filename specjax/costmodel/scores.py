@@ -73,9 +73,8 @@ class ScoreMap:
         self._maps: dict[tuple[int, int], np.ndarray] = {}
 
     def age(self, keep: float) -> None:
-        """A round has passed: what was seen counts a little less."""
+        """A round has passed: what was seen counts a little less, in the maps from the next observation on."""
         self._tally *= keep
-        self._maps.clear()
 
     def chances(self, kind: str, heat: np.ndarray, nodes: Nodes, *, doubt: float = 0.0) -> np.ndarray:
         """Chance of the path to each node `[request, node]`, roots left out.

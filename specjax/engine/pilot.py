@@ -27,7 +27,8 @@ from specjax.engine.follow import Followed
 from specjax.engine.programs import Programs
 from specjax.engine.state import Emitted, State
 
-THINKING = 0.005  # share of the time that deciding may take
+THINKING = 0.005  # share of the time that deciding may take, and that following drafts may
+EAGER = 64  # rounds of which every draft is followed
 
 
 @dataclasses.dataclass
@@ -58,7 +59,8 @@ class Pilot:
         planner: who decides.
         drafters: the set.
         programs: of the engine.
-        thinking: share of the time that deciding may take; meanwhile the last decision stands.
+        thinking: share of the time that deciding may take, meanwhile the last decision stands; and that following the
+            drafts may, to learn how right they were. What comes when it is due is not looked at first.
         clock: seconds.
 
     Attributes:
@@ -81,6 +83,7 @@ class Pilot:
         self._waiting = {kind: np.zeros(programs.batch, int) for kind in kinds}  # rows to take in, of each request
         self._standing: Standing | None = None
         self._followed: list[Followed] = []
+        self._rounds, self._follow_at = 0, 0.0  # so far; when a draft is to be followed again
         self._silent: list[tuple[DraftShape, np.ndarray]] = []  # shapes that had nothing to propose, and to whom
         self._unlearned: Callable[[], None] | None = None  # what the last round teaches
         self._since = 0.0
@@ -134,6 +137,7 @@ class Pilot:
         width = self.programs.fit(verified)
         state, emitted = self.programs.verify(width, params, state, np.maximum(verified, 1).astype(np.int32))
         self._settle()  # while the device is at work
+        self._rounds += 1
         self._followed += drafts
         state, following = self._draft(params, state, rows, context, verified)
         emitted, following.live, following.proposal = jax.device_get((emitted, following.live, following.proposal))
@@ -231,14 +235,20 @@ class Pilot:
         nodes = Nodes(scores, parents)
         decision = self.planner.fit(decision, rows, live - 1, context, nodes)
         decision = dataclasses.replace(decision, budgets=np.minimum(live, decision.budgets))
-        followed = [Followed(shape, rows, live, tokens, nodes)] if live.max() > 1 else []
-        if not followed:
-            self._silent.append((shape, rows))
+        followed = []
+        if self._rounds < EAGER or began >= self._follow_at:
+            if live.max() > 1:
+                followed = [Followed(shape, rows, live, tokens, nodes)]
+            else:
+                self._silent.append((shape, rows))
         self._thought("fit", began)
         return decision, followed
 
     def _learn(self, emitted: Emitted) -> None:
         """What came out in this round, held against the drafts under way."""
+        if not (self._silent or self._followed):
+            return
+        began = self.clock()
         for shape, rows in self._silent:
             self.planner.shadow(shape, rows, np.zeros(len(rows), int), np.zeros(len(rows), int))
         self._silent.clear()
@@ -247,3 +257,4 @@ class Pilot:
             if (out := followed.outcome()) is not None:
                 self.planner.learn(out.shape, out.rows, out.drafts, out.nodes, out.path)
         self._followed = [followed for followed in self._followed if not followed.over]
+        self._follow_at = began + (self.clock() - began) / self.thinking

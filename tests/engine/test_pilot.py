@@ -16,6 +16,7 @@ from specjax.draft import PLAIN, DraftShape
 from specjax.drafters import learned
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
+from specjax.engine import pilot
 from specjax.engine.pilot import Pilot
 from specjax.engine.pricing import find_table
 from specjax.sampling import SamplingParams
@@ -248,6 +249,24 @@ def test_deciding_takes_its_share_of_the_time_and_no_more(engine):
     assert run(thinking=1e-9)[0] == 2  # a request that comes is thought of
     tried, rounds = run(thinking=1e-9, reason="trial")
     assert tried == rounds + 2
+
+
+def test_following_drafts_takes_its_share_of_the_time_and_no_more(engine, monkeypatch):
+    """The first rounds are all learned from, then some: whichever comes when it is time, right or wrong."""
+    monkeypatch.setattr(pilot, "EAGER", 10)
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+
+    def told(thinking):
+        planner = piloted(engine, [(LOOKUP, None)])
+        engine.pilot = Pilot(planner, engine.drafter, engine.programs, thinking=thinking, clock=Ticking(1.0))
+        engine.generate(PROMPTS[0], params)
+        return len(planner.learned) + len(planner.shadows), len(planner.seen)
+
+    every, rounds = told(math.inf)
+    assert rounds - LOOKUP.depth <= every <= rounds
+    some, rounds = told(1 / 30)
+    assert 10 <= some < 10 + (rounds - 10) / 2
+    assert told(1e-9)[0] <= 10
 
 
 def test_a_shadow_that_its_scores_recommend_is_verified(engine):
