@@ -87,9 +87,11 @@ class ScoreMap:
         """
         said = _log_odds(nodes.chances)
         made = np.empty_like(said)
-        for t in np.unique(heat):
-            announced, accepted, deviation = self._map(kind, int(t))
-            made[heat == t] = np.interp(said[heat == t], announced, accepted - doubt * deviation)
+        for t in set(heat.tolist()):
+            announced, accepted, deviation = self._map(kind, t)
+            # Most batches have one temperature: nothing is picked out of them.
+            which = heat == t if len(heat) > 1 else slice(None)
+            made[which] = np.interp(said[which], announced, accepted - doubt * deviation)
         return nodes.along(1 / (1 + np.exp(-made)))
 
     def observe(self, kind: str, heat: np.ndarray, nodes: Nodes, live: np.ndarray, path: np.ndarray) -> None:
