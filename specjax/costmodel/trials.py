@@ -36,7 +36,9 @@ class Trials:
             self._trying = self._trying if self._left > 0 else None
 
     def running(self, view: View) -> Choice | None:
-        """The trial that goes on: it is paid for already."""
+        """The trial that goes on, while what it really loses is paid for."""
+        if self._trying is not None and self.books.purse is not None and self.books.purse <= 0:
+            self._trying = None
         return None if self._trying is None else view.choice(*self._trying)
 
     @property
