@@ -148,17 +148,17 @@ def in_a_process(chip: str, *options: str, module: str = "specjax.cli.aot") -> I
 def worker(name: str, short: bool) -> None:
     """Print a line of JSON for everything that is compiled for a chip."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from specjax.pallas_kernels import aot, aot_decode, aot_decode_gpu, aot_gpu
+    from specjax.pallas_kernels import aot, aot_attention, aot_attention_gpu, aot_decode, aot_decode_gpu, aot_gpu
 
     if name in aot_gpu.CHIPS:
         aot_gpu.prepare()
         gpu = aot_gpu.CHIPS[name]
-        for job in [*aot_gpu.jobs(gpu, short), *aot_decode_gpu.jobs(gpu.platform, short)]:
+        for job in [*aot_attention_gpu.jobs(gpu, short), *aot_decode_gpu.jobs(gpu.platform, short)]:
             print(json.dumps(attempt(name, job, lambda job=job: aot_gpu.run(job, gpu))), flush=True)
         return
     chip = aot.CHIPS[name]
     with aot.dumping(kernels=chip.platform == "tpu") as folder:
-        for job in [*aot.tpu_jobs(short), *aot_decode.jobs(chip, short)]:
+        for job in [*aot_attention.jobs(short), *aot_decode.jobs(chip, short)]:
             print(json.dumps(attempt(name, job, lambda job=job: aot.run(job, chip, folder))), flush=True)
 
 

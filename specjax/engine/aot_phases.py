@@ -16,8 +16,8 @@ from specjax.cache import whole_blocks
 from specjax.costmodel.compiled import LAYERS
 from specjax.engine import profile, step
 from specjax.engine.aot import Case, cut, pass_job
-from specjax.pallas_kernels import aot_decode, aot_decode_gpu, aot_gpu
-from specjax.pallas_kernels.aot import Chip, Job, tree_attention_job
+from specjax.pallas_kernels import aot_attention, aot_attention_gpu, aot_decode, aot_decode_gpu, aot_gpu
+from specjax.pallas_kernels.aot import Chip, Job
 from specjax.targets import fused
 
 OF_LAYERS = ("qkv", "output", "mlp")
@@ -98,14 +98,14 @@ def kernels(case: Case, chip: Chip | aot_gpu.Chip, committed: int) -> list[Part]
     sizes |= {"batch": case.batch, "width": rows, "context": whole_blocks(committed), "window": c.windows[0]}
     if not case.fused:
         if isinstance(chip, Chip):
-            return [Part("attention", tree_attention_job("attention", **sizes), c.num_layers)]
-        return [Part("attention", aot_gpu.tree_attention_job("attention", "op", **sizes), c.num_layers)]
+            return [Part("attention", aot_attention.job("attention", **sizes), c.num_layers)]
+        return [Part("attention", aot_attention_gpu.job("attention", "op", **sizes), c.num_layers)]
     plan = fused.plan_of(c, case.dtype)
     if isinstance(chip, Chip):
         job = aot_decode.job_of(f"decode_step {case.name}", plan, case.batch, rows, committed)
         return [Part("layers", job)]
     made = aot_decode_gpu.blocks(plan, case.batch, rows, committed, chip.platform)
-    attention = aot_gpu.tree_attention_job("attention", "triton", **sizes, page=sizes["context"])
+    attention = aot_attention_gpu.job("attention", "triton", **sizes, page=sizes["context"])
     order = {"qkv": made["qkv"], "attention": attention} | made
     found = [Part("layers", job, c.num_layers, stage=name) for name, job in order.items()]
     if chip.platform == "rocm":

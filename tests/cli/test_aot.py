@@ -7,7 +7,8 @@ import pytest
 
 from specjax.cli import aot
 from specjax.cli.main import main
-from specjax.pallas_kernels.aot import CHIPS, tpu_jobs
+from specjax.pallas_kernels.aot import CHIPS
+from specjax.pallas_kernels.aot_attention import jobs
 
 
 def test_unknown_chips_and_missing_folders_are_refused(capsys):
@@ -74,6 +75,6 @@ def test_a_compiler_that_is_missing_is_a_row_with_its_message(monkeypatch):
 
 @pytest.mark.parametrize("short", [True, False])
 def test_jobs_are_named_apart(short):
-    names = [job.name for job in tpu_jobs(short)]
+    names = [job.name for job in jobs(short)]
     assert len(set(names)) == len(names)
     assert all(chip.name == name for name, chip in CHIPS.items())

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from specjax.pallas_kernels import aot, aot_decode
+from specjax.pallas_kernels import aot, aot_attention, aot_decode
 from specjax.pallas_kernels.schedule import UNITS, Loop, Schedule
 
 CHIP = aot.Chip("test", "tpu", "none", clock=1e9, bandwidth=1e12, memory=32e9)
@@ -24,7 +24,7 @@ def attention(plain):
 
 
 def test_attention_is_the_longer_of_bundles_and_copies():
-    job = aot.tree_attention_job("8k", batch=4, context=8192)
+    job = aot_attention.job("8k", batch=4, context=8192)
     block = 2 * 8 * 1024 * 128 * 2 / CHIP.bandwidth
     quick, slow = (job.estimate(attention(n), CHIP)["estimate_s"] for n in (100, 100_000))
     assert quick == pytest.approx(4 * (100e-9 + 8 * block) + block)
@@ -42,7 +42,7 @@ def test_the_draft_tile_is_found_where_the_mask_has_products_too():
     """32 groups, eight side by side: the tile is a loop of four turns; v5p has a small loop with products before it."""
     pieces = loop(10, mxu=False)
     tile, blocks = loop(210), [loop(66, pieces, loop(500)), loop(129, pieces, loop(600))]
-    job = aot.tree_attention_job("32 groups", batch=4, heads=32, groups=32, context=2048)
+    job = aot_attention.job("32 groups", batch=4, heads=32, groups=32, context=2048)
     shown = [
         job.estimate(schedule(loop(100, *x, mxu=False)), CHIP) for x in ([tile, *blocks], [loop(12), tile, *blocks])
     ]
@@ -53,7 +53,7 @@ def test_the_draft_tile_is_found_where_the_mask_has_products_too():
 
 
 def test_one_request_is_the_kernel_and_no_loop_of_it():
-    job = aot.tree_attention_job("8k", batch=1, context=8192)
+    job = aot_attention.job("8k", batch=1, context=8192)
     pieces = loop(10, mxu=False)
     found = Schedule(loop(100, pieces, loop(2000, pieces), loop(2300, pieces), mxu=False), dict.fromkeys(UNITS, 2))
     block = 2 * 8 * 1024 * 128 * 2 / CHIP.bandwidth

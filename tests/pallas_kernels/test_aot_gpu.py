@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from specjax.pallas_kernels import aot_gpu
+from specjax.pallas_kernels import aot_attention_gpu, aot_gpu
 
 PTXAS = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'loop_fusion' for 'sm_90a'
@@ -49,7 +49,7 @@ def test_a_spill_is_an_error_and_a_shape_that_is_declined_is_none(monkeypatch):
 @pytest.mark.parametrize("short", [True, False])
 @pytest.mark.parametrize("chip", aot_gpu.CHIPS.values(), ids=lambda chip: chip.name)
 def test_jobs_are_named_apart(chip, short):
-    names = [job.name for job in aot_gpu.jobs(chip, short)]
+    names = [job.name for job in aot_attention_gpu.jobs(chip, short)]
     assert len(set(names)) == len(names) >= len(chip.backends)
 
 
@@ -63,7 +63,7 @@ def test_the_kernel_lowers_for_amd(monkeypatch):
 
     monkeypatch.setattr(aot_gpu, "_compile_amd", compiler)
     chip = aot_gpu.CHIPS["mi300x"]
-    (job,) = aot_gpu.jobs(chip, short=True)
+    (job,) = aot_attention_gpu.jobs(chip, short=True)
     assert "error" not in aot_gpu.run(job, chip)
     ((name, ir, options),) = seen
     assert name == "tree_attention" and options == {"num_warps": 4, "num_stages": 1}
