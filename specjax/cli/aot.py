@@ -194,7 +194,9 @@ def show(rows: list[dict[str, Any]]) -> None:
     table = Table(show_edge=False)
     used = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     for key in used:
-        table.add_column(COLUMNS[key], justify="left" if key in ("chip", "job") else "right", no_wrap=key == "chip")
+        least = 40 if key == "job" else None  # names are read, whatever figures stand beside them
+        left = key in ("chip", "job")
+        table.add_column(COLUMNS[key], justify="left" if left else "right", no_wrap=key == "chip", min_width=least)
     for row in rows:
         table.add_row(*[_cell(row, key) for key in used])
     Console(width=None if sys.stdout.isatty() else 200).print(table)
