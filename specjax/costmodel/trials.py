@@ -36,8 +36,8 @@ class Trials:
             self._trying = self._trying if self._left > 0 else None
 
     def running(self, view: View) -> Choice | None:
-        """The trial that goes on, while what it really loses is paid for."""
-        if self._trying is not None and self.books.purse is not None and self.books.purse <= 0:
+        """The trial that goes on, until it has really lost a plain round more than was there to spend."""
+        if self._trying is not None and self.books.purse is not None and self.books.purse <= -OPENING * view.plain:
             self._trying = None
         return None if self._trying is None else view.choice(*self._trying)
 

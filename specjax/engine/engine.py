@@ -74,7 +74,7 @@ class Engine:
         check: Callable[["Engine"], None] | None = None,
     ):
         config = config or RunConfig()
-        self.config, self.target, self.tokenizer, self.drafter = config, target, tokenizer, drafter
+        self.config, self.target, self.drafter = config, target, drafter
         self.params = {"target": params, "drafter": drafter_params}
         shape = drafter.shape if drafter is not None else PLAIN
         sampled = config.draft_sampling == "sampled"
@@ -144,6 +144,11 @@ class Engine:
         return with_drafter(self, drafter, quiet=quiet, overrides=overrides)
 
     # ---------------------------------------------------------------- requests
+
+    @property
+    def tokenizer(self) -> Any:
+        """Text to ids and back, or None."""
+        return self.intake.tokenizer
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Prompt ids: messages and plain text go through the chat template, `raw` text and ids do not."""

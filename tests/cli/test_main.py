@@ -61,7 +61,7 @@ def test_help_needs_no_jax():
     ],
 )
 def test_errors_are_one_message(error, shown, capsys, monkeypatch):
-    def fail(run, *, quiet):
+    def fail(run, *, quiet, check):
         raise error
 
     monkeypatch.setattr(flags, "load_engine", fail)
@@ -72,7 +72,7 @@ def test_errors_are_one_message(error, shown, capsys, monkeypatch):
 
 
 def test_interrupt(monkeypatch):
-    def interrupt(run, *, quiet):
+    def interrupt(run, *, quiet, check):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(flags, "load_engine", interrupt)

@@ -1,5 +1,6 @@
 """One compiled engine for every test on a table: logits, drafts and tokenizer are set before each use."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ def engine(by_token=None, by_position=None, drafts=None, tokenizer=None) -> Engi
         "target": toy.lookup(VOCAB, POSITIONS, by_token, by_position),
         "drafter": scripts([], 0) if drafts is None else drafts,
     }
-    shared.tokenizer = tokenizer
+    shared.intake = dataclasses.replace(shared.intake, tokenizer=tokenizer)
     return shared
 
 
