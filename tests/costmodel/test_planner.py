@@ -369,6 +369,17 @@ def test_the_text_judges_drafts_whether_they_were_verified_or_not():
     assert before < 0.2 and (after > 0.6).all()
 
 
+def test_the_text_says_how_deep_a_draft_was_right():
+    """The root is no accepted draft: first drafts that are always right and second ones that never are."""
+    plan, decision = riding()
+    rows, live, path = np.arange(3), np.full(3, 3), np.tile([True, True, False, False], (3, 1))
+    for _ in range(60):
+        plan.acceptance.age()
+        plan.learn(decision.shadow, rows, live, promised(0.5), path)
+    first, second = plan.acceptance.rates(rows, curve=0)[:2, 0]
+    assert (first > 0.8).all() and (second < 0.3).all()
+
+
 def test_fares_run_out():
     """Rides that gain nothing cost 0.2 % of the time once the first money is spent, so most rounds have none."""
     plan, decision = riding(draft=0.02)
