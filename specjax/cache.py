@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from specjax.array_types import Array, Float, Int, pytree
 from specjax.draft import Rows
 
-BLOCK = 256  # slots that the reference attention reads at once
+BLOCK = 256  # dense rows hold a multiple of so many slots: backends read blocks of it, or parts of one
 
 
 def whole_blocks(slots: int) -> int:

@@ -119,7 +119,7 @@ def test_random_trees_of_one_request(rows):
     check(make([17], [rows // 2], rows, seed=9))  # the other half is padding
 
 
-# Lengths on and around the edges of blocks (256), of pages (16, 64) and of nothing; the batch is ragged and one request
+# Lengths on and around the edges of blocks (128, 256), of pages (16, 64) and of nothing; the batch is ragged and one request
 # takes no part.
 EDGES = [[0, 15, 16, 17], [63, 64, 65, 1], [255, 256, 257, 0], [511, 512, 31, 48], [128, 127, 500, 129]]
 RAGGED = [[5, 1, 7, 3], [7, 7, 7, 7], [1, 6, 0, 2], [0, 4, 1, 7], [2, 7, 5, 0]]
@@ -224,5 +224,5 @@ def test_a_cache_that_does_not_fit_is_refused():
     attend = functools.partial(reference.tree_attention, committed=np.array([4] * 3), rows=case.rows, scale=1.0)
     with pytest.raises(ValueError, match="needs 3 pages here, got 2"):
         attend(q, k, v, *few, None)
-    with pytest.raises(ValueError, match=r"slots \(300\) must be a multiple of the attention block \(256\)"):
+    with pytest.raises(ValueError, match=r"slots \(300\) must be a multiple of the attention block \(128\)"):
         attend(q, k, v, *odd, None)

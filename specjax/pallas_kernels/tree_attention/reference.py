@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from specjax.array_types import Array, Bool, Float, Int
 from specjax.draft import Rows, ancestor_matrix
 
-BLOCK = 256
+BLOCK = 128  # slots; a CPU copies a block before it multiplies it, so small ones that stay in its caches are best
 NEG = -1e30  # finite: an empty block must not turn into NaN
 
 
@@ -134,17 +134,11 @@ def attend(
         seen = below[:, None] if window is None else below[:, None] & (slot > position[:, :, None] - window)
         return keys, values, seen
 
-    # The tile and the newest block together: every query sees some of the tile, so the running maximum is finite from
-    # here on, and a context of one block takes one pass.
-    blocks = -(-jnp.max(committed) // block)
-    newest = jnp.maximum(blocks - 1, 0)
-    keys, values, below = cached(newest)
-    seen = jnp.concatenate([jnp.broadcast_to(below, (batch, width, block)), seen], axis=2)
-    s = scores(jnp.concatenate([keys, k.transpose(0, 2, 1, 3)], axis=2), seen)
+    # The tile first: every query sees some of it, so the running maximum is finite from here on.
+    s = scores(k.transpose(0, 2, 1, 3), seen)
     top = s.max(-1, keepdims=True)
     weights = jnp.exp(s - top)
-    total = weights.sum(-1, keepdims=True)
-    out = weigh(weights, jnp.concatenate([values, v.transpose(0, 2, 1, 3)], axis=2))
+    total, out = weights.sum(-1, keepdims=True), weigh(weights, v.transpose(0, 2, 1, 3))
 
     def add_block(index, carry):
         top, total, out = carry
@@ -158,7 +152,8 @@ def attend(
     if window is not None:
         shortest = jnp.min(jnp.where(committed > 0, committed, jnp.max(committed)))
         first = jnp.maximum(shortest - window + 1, 0) // block
-    _, total, out = jax.lax.fori_loop(first, newest, add_block, (top, total, out))
+    blocks = -(-jnp.max(committed) // block)
+    _, total, out = jax.lax.fori_loop(first, blocks, add_block, (top, total, out))
     out = (out / total).astype(q.dtype).reshape(batch, groups, ratio, width, dim)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, width, heads, dim)
 
