@@ -119,8 +119,8 @@ def test_random_trees_of_one_request(rows):
     check(make([17], [rows // 2], rows, seed=9))  # the other half is padding
 
 
-# Lengths on and around the edges of blocks (128, 256), of pages (16, 64) and of nothing; the batch is ragged and one request
-# takes no part.
+# Lengths on and around the edges of blocks (128, 256), of pages (16, 64) and of nothing; the batch is ragged and one
+# request takes no part.
 EDGES = [[0, 15, 16, 17], [63, 64, 65, 1], [255, 256, 257, 0], [511, 512, 31, 48], [128, 127, 500, 129]]
 RAGGED = [[5, 1, 7, 3], [7, 7, 7, 7], [1, 6, 0, 2], [0, 4, 1, 7], [2, 7, 5, 0]]
 
