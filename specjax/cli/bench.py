@@ -27,8 +27,8 @@ HELP = """Measure drafters against plain decoding.
   specjax bench --prompts configs/prompts/classes.jsonl --drafters none,ngram,eagle3,auto --limit 4
 
 Engines share the target's weights and take turns, so that a drifting clock hits all alike. Compilation and prefill are
-not counted (with --batch above 1 prefill is: requests start while others decode). Medians over the repeats, with
-minimum and maximum; from three repeats on, the 95 % confidence interval of the mean ratio to plain. `auto` is also
+not counted; `with prefill` is the ratio to plain where the latter is. Medians over the repeats, with minimum and
+maximum; from three repeats on, the 95 % confidence interval of the mean ratio to plain. `auto` is also
 compared with the fixed drafter that was best in each category, in hindsight. Above temperature 0 every request has a
 seed, the same for all engines. --json is written after each repeat. Exit code 1 if float32 tokens differ from plain's
 at temperature 0."""
@@ -214,13 +214,13 @@ def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams
     seeds: list[int | None] = [None] * len(group)
     if params.temperature > 0:
         seeds = [repeat * 1_000_003 + conversation.line for conversation in group]
-    about, started = engine.describe(), perf_counter()
+    about, started, before = engine.describe(), perf_counter(), engine.counters.decode_s
     answers = prompts.answer(engine, group, params, seeds=seeds)
-    elapsed = perf_counter() - started
+    wall = perf_counter() - started
     results = [result for turns in answers for result in turns]
     if about["batch"] == 1:
-        return Sample.of_each(results, about)
-    return Sample.of_batch(results, elapsed)
+        return Sample.of_each(results, about, wall)
+    return Sample.of_batch(results, engine.counters.decode_s - before, wall)
 
 
 def _all(target: str) -> dict[str, DrafterConfig]:

@@ -22,8 +22,9 @@ class Sample:
     """What one engine did with the prompts of one category, once.
 
     Attributes:
-        seconds: of decoding (a batch: of everything).
-        tokens: decoded in that time.
+        seconds: of rounds.
+        tokens: that came out of them; the first of each request is prefill's.
+        wall: seconds of everything, prefill included.
         specs: speculation counters, one a request.
         ids: the answers' tokens.
         read_bytes: bytes that the target passes read; None for a batch, whose requests share passes.
@@ -31,17 +32,19 @@ class Sample:
 
     seconds: float
     tokens: int
+    wall: float
     specs: list["SpecStats"]
     ids: list[list[int]]
     read_bytes: float | None
 
     @classmethod
-    def of_each(cls, results: list["Result"], about: dict[str, Any]) -> "Sample":
-        """Requests that ran alone: the first token of each is prefill's. A pass reads weights and the cache so far."""
+    def of_each(cls, results: list["Result"], about: dict[str, Any], wall: float) -> "Sample":
+        """Requests that ran alone, in `wall` seconds. A pass reads weights and the cache so far."""
         weights, slot = about["weights_bytes"], about["kv_bytes_per_token"]
         return cls(
             seconds=sum(r.timing.decode_s for r in results),
             tokens=sum(len(r.token_ids) - 1 for r in results),
+            wall=wall,
             specs=[r.spec for r in results],
             ids=[r.token_ids for r in results],
             read_bytes=sum(
@@ -50,11 +53,12 @@ class Sample:
         )
 
     @classmethod
-    def of_batch(cls, results: list["Result"], seconds: float) -> "Sample":
-        """Requests that ran together in `seconds`, prefill included."""
+    def of_batch(cls, results: list["Result"], seconds: float, wall: float) -> "Sample":
+        """Requests that ran together: `seconds` of rounds, `wall` seconds in all."""
         return cls(
             seconds=seconds,
-            tokens=sum(len(r.token_ids) for r in results),
+            tokens=sum(len(r.token_ids) - 1 for r in results),
+            wall=wall,
             specs=[r.spec for r in results],
             ids=[r.token_ids for r in results],
             read_bytes=None,
@@ -68,6 +72,7 @@ class Sample:
         return cls(
             seconds=sum(s.seconds for s in samples),
             tokens=sum(s.tokens for s in samples),
+            wall=sum(s.wall for s in samples),
             specs=[spec for s in samples for spec in s.specs],
             ids=[ids for s in samples for ids in s.ids],
             read_bytes=sum(read) if len(read) == len(samples) else None,
@@ -77,6 +82,11 @@ class Sample:
     def speed(self) -> float | None:
         """Tokens per second; None where nothing was decoded."""
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
+
+    @property
+    def whole_speed(self) -> float:
+        """Tokens per second of everything, prefill and the first tokens included."""
+        return sum(map(len, self.ids)) / self.wall
 
 
 Samples = dict[str, list[dict[str, Sample]]]
@@ -144,6 +154,7 @@ def _figures(mine: list[Sample], plain: list[Sample], parameters: float) -> dict
         for one in sample.specs:
             spec.merge(one)
     ratios = [a.speed / b.speed for a, b in zip(mine, plain, strict=True) if a.speed and b.speed]
+    whole = [a.whole_speed / b.whole_speed for a, b in zip(mine, plain, strict=True)]
     # A target pass multiplies every parameter with each of its rows: the roots and the drafts.
     rows = [sum(s.rounds + s.drafted for s in sample.specs) for sample in mine]
     return {
@@ -153,6 +164,7 @@ def _figures(mine: list[Sample], plain: list[Sample], parameters: float) -> dict
         **_spread("tokens_per_s", [sample.speed for sample in mine]),
         **_spread("ratio_to_plain", ratios),
         "ratio_to_plain_interval": _interval(ratios),
+        **_spread("ratio_with_prefill", whole),
         **_spread("read_gb_s", [s.read_bytes / s.seconds / 1e9 for s in mine if s.read_bytes and s.seconds]),
         **_spread(
             "gflop_s", [2 * parameters * n / s.seconds / 1e9 for n, s in zip(rows, mine, strict=True) if s.seconds]
@@ -218,7 +230,9 @@ def show(found: dict[str, Any]) -> None:
     table = Table(
         "drafter", "acceptance length", "by position", "tokens/s", "ratio to plain", "GB/s", "GFLOP/s", "tokens"
     )
-    answers = Table("drafter", "mean of answers", "of those that loop", "of the others", "ratio to plain, 95 %")
+    answers = Table(
+        "drafter", "mean of answers", "of those that loop", "of the others", "ratio to plain, 95 %", "with prefill"
+    )
     for drafter in found["drafters"]:
         differ = drafter["different_answers"]
         same = f"{differ} of {drafter['answers']} answers differ" if differ else "as plain's"
@@ -239,6 +253,7 @@ def show(found: dict[str, Any]) -> None:
             f"{_number(each['mean_looping'], '.2f')} ({each['looping']})",
             f"{_number(each['mean_not_looping'], '.2f')} ({each['not_looping']})",
             "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}",
+            _range(drafter, "ratio_with_prefill", ".2f"),
         )
     console.print(table)
     console.print(answers)

@@ -79,6 +79,7 @@ class FakeEngine:
             left -= accepted + 1
         self.counters.spec.merge(spec)
         self.counters.tokens += len(text)
+        self.counters.decode_s += spec.rounds * PLAIN_STEP
         shift = self.offset if self.run.drafter.kind != "none" else 0
         ids = [ord(letter) + shift for letter in text]
         logprobs = [TokenLogprob(token=i, logprob=-0.5, rank=1, top=((i, -0.5),)) for i in ids]
