@@ -91,7 +91,7 @@ class Run(flags.CommonFlags):
     def _recipe(self) -> "Recipe":
         from specjax.training import recipe
 
-        named = {name: getattr(self, name) for name in ("drafter", "target", "steps", "tokens", "minutes")}
+        named = {name: getattr(self, name) for name in ("drafter", "target", *recipe.LENGTHS)}
         given = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
         if not self.resume:
             return recipe.load(self.config, [*given, *self.overrides])
@@ -101,10 +101,12 @@ class Run(flags.CommonFlags):
 
     def _command(self, recipe: "Recipe") -> str:
         """The command that makes this run, its recipe spelled out."""
-        length = next(n for n in ("steps", "tokens", "minutes") if getattr(recipe, n) is not None)
+        from specjax.training.recipe import LENGTHS
+
+        length = next(n for n in LENGTHS if getattr(recipe, n) is not None)
         words = ["specjax", "train", "run", "--drafter", recipe.drafter, "--target", recipe.target]
         words += ["--corpus", "CORPUS", "--out", "RUN", f"--{length}", str(getattr(recipe, length))]
-        skip = {"drafter", "target", "steps", "tokens", "minutes"}
+        skip = {"drafter", "target", *LENGTHS}
         for name, value in recipe.model_dump(mode="json", exclude_unset=True).items():
             if name == "start" and value is not None:
                 value = "EARLIER_DRAFTER"  # where it lay says nothing to a reader

@@ -17,6 +17,7 @@ from specjax.targets.config import DecoderConfig
 Family = Literal["eagle3", "mtp", "dflash", "dflash2", "dspark", "ubtree"]
 TEST_TIME: tuple[Family, ...] = ("eagle3", "mtp")
 BLOCK_ONLY: tuple[Family, ...] = ("dflash", "dflash2", "dspark", "ubtree")
+LENGTHS = ("steps", "tokens", "minutes")  # what the length of a run may be given in
 
 # Options that some families have.
 OWN: dict[str, tuple[Family, ...]] = {
@@ -127,7 +128,7 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _one_length(self):
-        given = [name for name in ("steps", "tokens", "minutes") if getattr(self, name) is not None]
+        given = [name for name in LENGTHS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"name one length of the run: steps, tokens or minutes (got {', '.join(given) or 'none'})")
         return self
@@ -180,7 +181,7 @@ def restore(values: Mapping[str, Any]) -> Recipe:
 
 
 def load(path: str | Path | None, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe from a YAML file and `key=value` overrides, which win.
+    """A recipe from a YAML file and `key=value` overrides, which win; a length given there is the only one.
 
     Raises:
         ConfigError: see `make`; or a file that is no mapping.
@@ -188,12 +189,15 @@ def load(path: str | Path | None, overrides: Iterable[str] = ()) -> Recipe:
     values = {} if path is None else yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is not a mapping of options")
+    given = {}
     for override in overrides:
         name, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"{override!r} is not key=value")
-        values[name.strip()] = yaml.safe_load(value)
-    return make(values)
+        given[name.strip()] = yaml.safe_load(value)
+    if not given.keys().isdisjoint(LENGTHS):
+        values = {name: value for name, value in values.items() if name not in LENGTHS}
+    return make(values | given)
 
 
 def default_taps(layers: int) -> tuple[int, ...]:

@@ -19,6 +19,17 @@ def test_a_file_yields_to_overrides_and_to_nothing_else(tmp_path):
     assert (recipe.batch, recipe.taps, recipe.block_size, recipe.decay) == (3, (1, 2), 7, 4.0)
 
 
+def test_a_length_of_the_command_takes_the_place_of_the_files(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("drafter: mtp\nminutes: 30\n")
+    assert (load(path).steps, load(path).minutes) == (None, 30)
+    for name in ("steps", "tokens"):
+        recipe = load(path, [f"{name}=7"])
+        assert (getattr(recipe, name), recipe.minutes) == (7, None)
+    with pytest.raises(ConfigError, match="name one length"):
+        load(path, ["steps=7", "tokens=7"])
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
