@@ -78,9 +78,9 @@ class Acceptance:
         self._live_request[:, row] = 0
         self._asked = None
 
-    def age(self) -> None:
-        """A round has passed, whatever it was."""
-        keep = 1 - 1 / MEMORY
+    def age(self, rounds: int = 1) -> None:
+        """Some rounds have passed, whatever they were."""
+        keep = (1 - 1 / MEMORY) ** rounds
         for sums in (self._hits, self._trials, self._kind, self._live, self._gap, self._seen, self._spread):
             sums *= keep
         self._rates = self._asked = None

@@ -25,6 +25,7 @@ from specjax.costmodel.trials import Trials
 from specjax.costmodel.view import Choice, View
 from specjax.draft import PLAIN, DraftShape
 
+AGEING = 8  # rounds by which what is known grows older at a time: it costs as much for one
 DOUBT = 0.7  # deviations of each depth at once: they are independent, so their sum deviates by less than theirs
 
 
@@ -196,9 +197,10 @@ class Planner:
         """
         quote = self.prices.quote(len(rows), context)
         index, place = self.prices.place[decision.shape], int(self.prices.counts.searchsorted(count))
-        self.acceptance.age()
-        self.scores.age(1 - 1 / MEMORY)
-        self.prices.age()
+        if self.books.rounds % AGEING == 0:
+            self.acceptance.age(AGEING)
+            self.scores.age((1 - 1 / MEMORY) ** AGEING)
+            self.prices.age(AGEING)
         extra = self.extra(decision, len(rows), context)
         paid = max(seconds - extra, 0.1 * seconds)
         self.prices.observe(index, place, quote.draft[index] + quote.verify[place], paid)

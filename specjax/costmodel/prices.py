@@ -106,10 +106,11 @@ class Prices:
         doubt = np.sqrt((FEW * quote.sure**2 + off) / (FEW + ran.sum()))
         return doubt / np.sqrt(1 + self._seen * (doubt / NOISE) ** 2)
 
-    def age(self) -> None:
-        """A round has passed."""
-        self._sum *= 1 - 1 / MEMORY
-        self._seen *= 1 - 1 / MEMORY
+    def age(self, rounds: int = 1) -> None:
+        """Some rounds have passed."""
+        keep = (1 - 1 / MEMORY) ** rounds
+        self._sum *= keep
+        self._seen *= keep
         self._factors = self._seconds = None
 
     def observe(self, shape: int, index: int, uncorrected: float, seconds: float) -> None:

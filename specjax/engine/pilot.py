@@ -27,7 +27,7 @@ from specjax.engine.follow import Followed
 from specjax.engine.programs import Programs
 from specjax.engine.state import Emitted, State
 
-THINKING = 0.005  # share of the time that deciding may take, and that following drafts may
+THINKING = 0.0025  # share of the time that deciding may take, and that following drafts may
 EAGER = 64  # rounds of which every draft is followed
 
 
@@ -65,7 +65,8 @@ class Pilot:
 
     Attributes:
         planner: who decides.
-        host_s: seconds that its thinking has taken: `decide`, `fit` (cut a draft by its scores), `learn`.
+        host_s: processor seconds that its thinking has taken: `decide`, `fit` (cut a draft by its scores), `learn`. Not
+            by the clock: most of it happens while the device works, which may be this very processor.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class Pilot:
         seconds = max(now - self._since - following.cost + spent, 1e-6)
 
         def learn() -> None:
-            began = self.clock()
+            began = time.thread_time()
             self.planner.observe(
                 decision,
                 rows,
@@ -179,7 +180,7 @@ class Pilot:
             learn()
 
     def _thought(self, what: str, began: float) -> None:
-        self.host_s[what] += self.clock() - began
+        self.host_s[what] += time.thread_time() - began
 
     def _draft(
         self, params: Any, state: State, rows: np.ndarray, context: float, running: np.ndarray
@@ -217,8 +218,9 @@ class Pilot:
         """What the planner wants, or what it wanted last: thinking costs too, and its share of the time is bounded."""
         now = self.clock()
         if self._kept is None or now >= self._think_at:
+            began = time.thread_time()
             decision = self.planner.decide(rows, context)
-            self._thought("decide", now)
+            self._thought("decide", began)
             self._kept = decision if decision.lasts else None
             self._think_at = now + (self.clock() - now) / self.thinking
             return decision
@@ -229,14 +231,14 @@ class Pilot:
         decision, shape = standing.decision, standing.shape
         if not shape.depth:
             return dataclasses.replace(decision, budgets=np.ones(len(rows), int)), []
-        began = self.clock()
+        began = time.thread_time()
         live = np.maximum(standing.live[rows], 1)
         tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
         nodes = Nodes(scores, parents)
         decision = self.planner.fit(decision, rows, live - 1, context, nodes)
         decision = dataclasses.replace(decision, budgets=np.minimum(live, decision.budgets))
         followed = []
-        if self._rounds < EAGER or began >= self._follow_at:
+        if self._rounds < EAGER or self.clock() >= self._follow_at:
             if live.max() > 1:
                 followed = [Followed(shape, rows, live, tokens, nodes)]
             else:
