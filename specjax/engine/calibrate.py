@@ -4,9 +4,9 @@ What is measured is what a round does. A pass is timed from its dispatch until t
 as the longer wait for a pass that is dispatched with it, since that is how a round runs it. What the host does besides
 is the time of plain rounds of real requests beyond their pass.
 
-The grid is not exhaustive. Its borders come first; then, along one axis after another, the middle of the gap that a
-straight line misses by most, as long as that is more than `TOLERANCE`. The cross product of the coordinates that this
-leaves is the table.
+The grid is not exhaustive. Its rows are those of the programs. Of requests and context the borders come first; then
+the middle of the gap that a straight line misses by most, as long as that is more than `TOLERANCE`. The cross product
+of the coordinates that this leaves is the table.
 """
 
 import dataclasses
@@ -38,6 +38,7 @@ TOLERANCE = 0.05  # by which a straight line may miss a measured point
 POINTS = 7  # coordinates of an axis, at most: on a noisy machine every line seems bent
 REPEATS, MOST = 3, 9  # measurements of a cell: at least, and at most where they disagree
 SPREAD = 0.05  # agreement that is enough
+CHEAP, OFTEN = 0.05, 8  # a draft below that share of a pass is made so many times
 LEAST = 1e-6  # seconds; no price is nothing
 SMALL_CONTEXT = 128
 HOST_ROUNDS = 24
@@ -62,7 +63,8 @@ def calibrate(engine: Engine, wanted: Provenance, partial: Path, report: Callabl
     batch, most = engine.config.batch, engine.drafter.shape.rows
     contexts = (min(SMALL_CONTEXT, engine.config.context // 4), engine.config.context - most - 1)
     live = bench.refined((1, batch), lambda b: bench.verify(b, 1, contexts[0]))
-    rows = bench.refined((1, most), lambda r: bench.verify(1, r, contexts[0]))
+    # Passes come in the sizes that have programs: a table in their terms has the price of each.
+    rows = sorted({width.count / batch for width in engine.programs.widths if width.count >= batch})
     context = bench.refined(contexts, lambda s: bench.verify(batch, most, s))
     bench.plan(len(live) * len(rows) * len(context) + len(engine.drafter.menu) * len(live) * len(context) + 2)
     verify = [[[bench.verify(b, r, s) for s in context] for r in rows] for b in live]
@@ -154,14 +156,21 @@ class _Bench:
                 gaps += [(miss, low, middle), (miss, middle, high)]
         return tuple(sorted(known))
 
-    def verify(self, live: int, rows: int, context: int) -> float:
-        """Seconds of a pass of `rows` rows for each of `live` requests, until the host has its tokens."""
-        return self._cell(f"verify {live} {rows} {context}", lambda: self._pass(live, rows, context))
+    def verify(self, live: int, rows: float, context: int) -> float:
+        """Seconds of a pass of `rows` rows a request on average, for `live` requests, until the host has its tokens."""
+        return self._cell(f"verify {live} {rows:g} {context}", lambda: self._pass(live, rows, context))
 
     def draft(self, shape: DraftShape, live: int, context: int) -> float:
         """Seconds that a draft adds to a plain pass."""
         name = f"draft {shape.kind} {shape.depth} {shape.branching} {shape.rows} {live} {context}"
-        return self._cell(name, lambda: self._added(live, context, draft=shape))
+
+        def measure() -> float:
+            seconds = self._added(live, context, draft=shape)
+            if seconds > CHEAP * self.verify(live, 1, context):
+                return seconds
+            return self._added(live, context, draft=shape, times=OFTEN)  # one is lost in what passes differ by
+
+        return self._cell(name, measure)
 
     def catch_up(self, kind: str, live: int, context: int) -> float:
         """Seconds that taking in a full ring adds to a plain pass."""
@@ -193,29 +202,38 @@ class _Bench:
         self.report(name, self._done, self._total)
         return value
 
-    def _pass(self, live: int, rows: int, context: int) -> float:
+    def _pass(self, live: int, rows: float, context: int) -> float:
         """Median seconds of a pass."""
         times: list[float] = []
         while len(times) <= REPEATS or (len(times) <= MOST and _disagree(times[1:])):
             times.append(self._once(live, rows, context))
         return statistics.median(times[1:])  # the first warms caches
 
-    def _added(self, live: int, context: int, draft: DraftShape | None = None, kind: str | None = None) -> float:
-        """Median seconds that a draft, or a member's catching up, adds to a plain pass.
+    def _added(
+        self, live: int, context: int, draft: DraftShape | None = None, kind: str | None = None, times: int = 1
+    ) -> float:
+        """Median seconds that a draft (one of so many), or a member's catching up, adds to a plain pass.
 
         The two take turns: what is added may be a hundredth of the pass, which drifts by more than that meanwhile.
         """
         added: list[float] = []
         while len(added) <= REPEATS or (len(added) <= MOST and _disagree(added[1:])):
             alone = self._once(live, 1, context)
-            added.append(self._once(live, 1, context, draft=draft, kind=kind) - alone)
+            added.append((self._once(live, 1, context, draft=draft, kind=kind, times=times) - alone) / times)
         return max(statistics.median(added[1:]), LEAST)
 
     def _once(
-        self, live: int, rows: int, context: int, draft: DraftShape | None = None, kind: str | None = None
+        self,
+        live: int,
+        rows: float,
+        context: int,
+        draft: DraftShape | None = None,
+        kind: str | None = None,
+        times: int = 1,
     ) -> float:
-        """Seconds of a pass of `rows` rows for each of `live` requests, and of what is dispatched behind it."""
-        each = np.where(np.arange(self.programs.batch) < live, rows, 0)
+        """Seconds of a pass of `rows` rows a request on average, and of what is dispatched behind it."""
+        each = np.zeros(self.programs.batch, int)
+        each[:live] = np.diff(np.ceil(np.arange(live + 1) * rows)).astype(int)
         width, budgets = self.programs.fit(each), np.maximum(each, 1).astype(np.int32)
         lengths = np.where(each > 0, context, 1).astype(np.int32)
         state = jax.block_until_ready(self._pin(self._state, lengths, each > 0, budgets))
@@ -226,8 +244,9 @@ class _Bench:
             state = self.programs.catch_up(kind, self.params, state)
             wait = (emitted, state.lengths)
         if draft is not None:
-            state, drafted, _ = self.programs.draft_as(draft, self.params, state)
-            wait = (emitted, drafted)
+            for _ in range(times):
+                state, drafted, _ = self.programs.draft_as(draft, self.params, state)
+                wait = (emitted, drafted)
         jax.block_until_ready(jax.device_get(wait))
         jax.block_until_ready(state.lengths)
         seconds = time.perf_counter() - started

@@ -13,7 +13,7 @@ from specjax.config import ConfigError
 from specjax.draft import DraftShape
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
-from specjax.engine.calibrate import calibrate, table_path
+from specjax.engine.calibrate import Cells, _Bench, calibrate, table_path
 from specjax.engine.pricing import find_table, provenance
 from specjax.sampling import SamplingParams
 
@@ -76,6 +76,35 @@ def test_what_a_table_holds(table, wanted):
     assert table.fixed > 0
     assert table.provenance.made_by == "specjax calibrate"
     assert dataclasses.replace(table.provenance, date=None, made_by=None) == wanted
+
+
+def test_rows_are_those_of_the_programs(engine, table, tmp_path, monkeypatch):
+    """A pass costs what its program does: between two of them there is nothing to interpolate."""
+    counts = sorted({width.count for width in engine.programs.widths if width.count >= 2})
+    assert counts == [2, 4, 8]
+    assert table.verify.axes[1] == tuple(count / 2 for count in counts)
+    bench, ran, verify = _Bench(engine, Cells(tmp_path / "cells", {}), lambda *what: None), [], engine.programs.verify
+    monkeypatch.setattr(
+        engine.programs, "verify", lambda width, *given: (ran.append(width.count), verify(width, *given))[1]
+    )
+    for live, rows, program in ((2, 1, 2), (2, 2, 4), (2, 4, 8), (1, 2, 2), (2, 1.5, 4), (1, 1, 1)):
+        ran.clear()
+        bench.verify(live, rows, 16)
+        assert set(ran) == {program}, (live, rows)
+
+
+def test_a_cheap_draft_is_not_told_by_one_of_them(engine, tmp_path, monkeypatch):
+    """Passes of a second that differ by 4 ms, drafts of 1 ms and of 100 ms."""
+    bench = _Bench(engine, Cells(tmp_path / "cells", {}), lambda *what: None)
+    cost = {LOOKUP: 0.001, DraftShape.chain("ngram", 2): 0.1}
+
+    def once(live, rows, context, draft=None, kind=None, times=1):
+        return 1.0 if draft is None else 1.004 + times * cost[draft]
+
+    monkeypatch.setattr(bench, "_once", once)
+    cheap, dear = (bench.draft(shape, 2, 16) for shape in cost)
+    assert cheap == pytest.approx(0.001 + 0.004 / 8)
+    assert dear == pytest.approx(0.104)
 
 
 def test_a_table_comes_back_from_its_file_and_is_found(table, wanted, tmp_path, monkeypatch):
