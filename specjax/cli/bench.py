@@ -28,10 +28,11 @@ HELP = """Measure drafters against plain decoding.
 
 Engines share the target's weights and take turns, so that a drifting clock hits all alike. Compilation and prefill are
 not counted; `with prefill` is the ratio to plain where the latter is. Medians over the repeats, with minimum and
-maximum; from three repeats on, the 95 % confidence interval of the mean ratio to plain. `auto` is also
-compared with the fixed drafter that was best in each category, in hindsight. Above temperature 0 every request has a
-seed, the same for all engines. --json is written after each repeat. Exit code 1 if float32 tokens differ from plain's
-at temperature 0."""
+maximum; from three repeats on, the 95 % confidence interval of the mean ratio to plain. `auto` is also compared with
+the fixed drafter that was best in each category, in hindsight. With --batch, give each category several prompts a row:
+where few are left, drafts that end some answers early leave rows empty (`rows busy`). Above temperature 0 every
+request has a seed, the same for all engines. --json is written after each repeat. Exit code 1 if float32 tokens differ
+from plain's at temperature 0."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -214,13 +215,15 @@ def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams
     seeds: list[int | None] = [None] * len(group)
     if params.temperature > 0:
         seeds = [repeat * 1_000_003 + conversation.line for conversation in group]
-    about, started, before = engine.describe(), perf_counter(), engine.counters.decode_s
+    about, started, counters = engine.describe(), perf_counter(), engine.counters
+    before = counters.decode_s, counters.rounds
     answers = prompts.answer(engine, group, params, seeds=seeds)
     wall = perf_counter() - started
     results = [result for turns in answers for result in turns]
     if about["batch"] == 1:
         return Sample.of_each(results, about, wall)
-    return Sample.of_batch(results, engine.counters.decode_s - before, wall)
+    rows = (counters.rounds - before[1]) * about["batch"]
+    return Sample.of_batch(results, counters.decode_s - before[0], wall, rows)
 
 
 def _all(target: str) -> dict[str, DrafterConfig]:

@@ -30,7 +30,7 @@ class Calibrate(flags.SetupFlags):
     """Flags of `specjax calibrate`."""
 
     drafters: Annotated[str | None, flags.text("KIND|PATH,...")] = None
-    """The set to measure; None takes the one of the configuration."""
+    """The set to measure, in place of that of the configuration."""
     kernels: bool = False
     """Time what the kernels may choose, not rounds; any drafter will do, or none."""
     no_probe: bool = False

@@ -28,6 +28,7 @@ class Sample:
         specs: speculation counters, one a request.
         ids: the answers' tokens.
         read_bytes: bytes that the target passes read; None for a batch, whose requests share passes.
+        busy: share of the batch's rows that held a request, over the rounds.
     """
 
     seconds: float
@@ -36,6 +37,7 @@ class Sample:
     specs: list["SpecStats"]
     ids: list[list[int]]
     read_bytes: float | None
+    busy: float = 1.0
 
     @classmethod
     def of_each(cls, results: list["Result"], about: dict[str, Any], wall: float) -> "Sample":
@@ -53,8 +55,8 @@ class Sample:
         )
 
     @classmethod
-    def of_batch(cls, results: list["Result"], seconds: float, wall: float) -> "Sample":
-        """Requests that ran together: `seconds` of rounds, `wall` seconds in all."""
+    def of_batch(cls, results: list["Result"], seconds: float, wall: float, rows: int) -> "Sample":
+        """Requests that ran together: `seconds` of rounds, which had room for `rows`; `wall` seconds of everything."""
         return cls(
             seconds=seconds,
             tokens=sum(len(r.token_ids) - 1 for r in results),
@@ -62,6 +64,7 @@ class Sample:
             specs=[r.spec for r in results],
             ids=[r.token_ids for r in results],
             read_bytes=None,
+            busy=sum(r.spec.rounds for r in results) / rows if rows else 1.0,
         )
 
     @classmethod
@@ -76,6 +79,7 @@ class Sample:
             specs=[spec for s in samples for spec in s.specs],
             ids=[ids for s in samples for ids in s.ids],
             read_bytes=sum(read) if len(read) == len(samples) else None,
+            busy=sum(s.busy * s.seconds for s in samples) / max(sum(s.seconds for s in samples), 1e-9),
         )
 
     @property
@@ -165,6 +169,7 @@ def _figures(mine: list[Sample], plain: list[Sample], parameters: float) -> dict
         **_spread("ratio_to_plain", ratios),
         "ratio_to_plain_interval": _interval(ratios),
         **_spread("ratio_with_prefill", whole),
+        "rows_busy": statistics.fmean(sample.busy for sample in mine),
         **_spread("read_gb_s", [s.read_bytes / s.seconds / 1e9 for s in mine if s.read_bytes and s.seconds]),
         **_spread(
             "gflop_s", [2 * parameters * n / s.seconds / 1e9 for n, s in zip(rows, mine, strict=True) if s.seconds]
@@ -231,7 +236,13 @@ def show(found: dict[str, Any]) -> None:
         "drafter", "acceptance length", "by position", "tokens/s", "ratio to plain", "GB/s", "GFLOP/s", "tokens"
     )
     answers = Table(
-        "drafter", "mean of answers", "of those that loop", "of the others", "ratio to plain, 95 %", "with prefill"
+        "drafter",
+        "mean of answers",
+        "of those that loop",
+        "of the others",
+        "ratio to plain, 95 %",
+        "with prefill",
+        "rows busy",
     )
     for drafter in found["drafters"]:
         differ = drafter["different_answers"]
@@ -254,6 +265,7 @@ def show(found: dict[str, Any]) -> None:
             f"{_number(each['mean_not_looping'], '.2f')} ({each['not_looping']})",
             "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}",
             _range(drafter, "ratio_with_prefill", ".2f"),
+            f"{drafter['rows_busy']:.0%}",
         )
     console.print(table)
     console.print(answers)

@@ -80,6 +80,7 @@ class FakeEngine:
         self.counters.spec.merge(spec)
         self.counters.tokens += len(text)
         self.counters.decode_s += spec.rounds * PLAIN_STEP
+        self.counters.rounds += spec.rounds
         shift = self.offset if self.run.drafter.kind != "none" else 0
         ids = [ord(letter) + shift for letter in text]
         logprobs = [TokenLogprob(token=i, logprob=-0.5, rank=1, top=((i, -0.5),)) for i in ids]

@@ -74,6 +74,7 @@ def test_requests_that_run_together_are_compared_by_their_rounds(prompt_set, eng
     assert plain["tokens_per_s"] == pytest.approx(100)
     assert ngram["ratio_to_plain"] == pytest.approx(16 / 9)
     assert ngram["ratio_with_prefill"] > 0
+    assert ngram["rows_busy"] == pytest.approx(0.5)  # the fake runs one request after the other
     assert "with prefill" in capsys.readouterr().out
 
 
@@ -88,6 +89,7 @@ def test_prefill_counts_where_it_is_asked_for():
     _, found = report.summarise({}, {}, about, samples)["drafters"]
     assert found["ratio_to_plain"] == pytest.approx(2.0)
     assert found["ratio_with_prefill"] == pytest.approx(1.0)
+    assert found["rows_busy"] == 1.0
 
 
 def test_the_planner_is_compared_with_the_best_of_the_others(prompt_set, engines, capsys):
