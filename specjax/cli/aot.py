@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,10 +76,13 @@ class Aot(flags.CommonFlags):
 
     def run(self) -> int:
         """Compile, print, write; 1 if something does not compile."""
+        from specjax.cli.profile_absent import compiler_missing
         from specjax.pallas_kernels import aot, aot_gpu
 
         known = (*aot.CHIPS, *aot_gpu.CHIPS)
-        names = (self.chips or " ".join(known)).replace(",", " ").split()
+        names = list(known) if self.chips is None else self.chips.replace(",", " ").split()
+        if not names:
+            raise ValueError(f"--chips names none; known: {', '.join(known)}")
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"unknown chips {', '.join(unknown)}; known: {', '.join(known)}")
         what = self.what.replace(",", " ").split()
@@ -87,6 +91,11 @@ class Aot(flags.CommonFlags):
         if self.short and "kernels" not in what:
             raise ValueError("--short compiles kernels alone, and --what leaves them out")
         flags.check_outputs(self.json)
+        if missing := [name for name in names if compiler_missing(name)]:
+            raise ValueError(
+                f"the compilers for {', '.join(missing)} are not installed here: `make aot` makes an environment that "
+                "has them (or pip install 'specjax[tpu,cuda,aot]')"
+            )
         rows = []
         for name in names:
             parts = [in_a_process(name, *["--short"] * self.short)] if "kernels" in what else []
@@ -137,9 +146,13 @@ def in_a_process(chip: str, *options: str, module: str = "specjax.cli.aot") -> I
     with tempfile.TemporaryFile("w+") as said:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith("{"):
-                    yield json.loads(line)
+            try:
+                for line in process.stdout:
+                    if line.startswith("{"):
+                        yield json.loads(line)
+            except BaseException:  # whoever asked is gone: so is the work, and its files
+                process.terminate()
+                raise
         if process.returncode:
             said.seek(0)
             yield {"chip": chip, "job": "the compiler's process", "error": said.read().strip()[-2000:]}
@@ -215,6 +228,7 @@ def _cell(row: dict[str, Any], key: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # temporary folders are left as on any other way out
     if "--round" in sys.argv[2:]:
         whole_round(sys.argv[1], int(sys.argv[3]))
     else:

@@ -58,8 +58,7 @@ class Calibrate(flags.SetupFlags):
         from specjax.engine.calibrate import calibrate, table_path
         from specjax.engine.pricing import provenance
 
-        if self.out is not None and not Path(self.out).resolve().parent.is_dir():
-            raise ValueError(f"--out: there is no folder {Path(self.out).resolve().parent}")
+        flags.check_outputs(self.out)
         engine = flags.load_engine(run, quiet=False)
         wanted = provenance(engine.config, engine.target.config, engine.describe()["dtype"], engine.drafter)
         path = Path(self.out) if self.out is not None else table_path(wanted, run.batch)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -167,13 +168,24 @@ def unprobed(drafters: Sequence[DrafterConfig]) -> list[DrafterConfig]:
 
 
 def check_outputs(*paths: str | None) -> None:
-    """Refuse files that cannot be written, before anything is loaded; None is a file that nobody wants."""
-    for path in paths:
-        if path is not None and not Path(path).absolute().parent.is_dir():
+    """Refuse files that cannot be written, before anything is loaded; None is a file that nobody wants.
+
+    Files are written beside their place and moved there whole, so a device or a pipe would be replaced.
+    """
+    wanted = [path for path in paths if path is not None]
+    places = [Path(path).absolute() for path in wanted]
+    for path, place in zip(wanted, places, strict=True):
+        if not place.parent.is_dir():
             raise ValueError(f"cannot write {path}: its folder does not exist")
-        if path is not None and Path(path).is_dir():
+        if place.is_dir():
             raise ValueError(f"cannot write {path}: it is a folder")
-    places = [Path(path).absolute() for path in paths if path is not None]
+        if place.exists() and not place.is_file():
+            raise ValueError(f"cannot write {path}: it is no regular file")
+        try:
+            with tempfile.TemporaryFile(dir=place.parent):
+                pass
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: its folder takes no files ({error.strerror})") from None
     if twice := [place for place in places if places.count(place) > 1]:
         raise ValueError(f"{twice[0].name} cannot hold two outputs: give each a file of its own")
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import operator
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -65,6 +66,8 @@ def _parse(argv: Sequence[str], commands: Mapping[str, tuple[type, str]], prog: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code: 0, 1 (the command's own verdict), 2 (an error) or 130 (interrupted)."""
+    if argv is None:  # a process of our own: ended from outside, it leaves no temporary files either
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv == ["--version"]:
         print(f"specjax {__version__}")

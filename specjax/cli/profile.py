@@ -85,19 +85,18 @@ class Profile(flags.EngineFlags):
         """Refuse what cannot be honoured before anything is loaded."""
         if self.op not in OPS:
             raise ValueError(f"no op {self.op!r}; known are {', '.join(OPS)}")
-        if self.repeats < 1 or (self.context is not None and self.context < 1):
-            raise ValueError("--repeats and --context must be at least 1")
+        for flag, value in (("--repeats", self.repeats), ("--context", self.context)):
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} must be at least 1, got {value}")
         if self.batch is not None and self.batch < 1:
             raise ValueError(f"--batch must be at least 1, got {self.batch}")
         if self.drafts is not None and not 1 <= self.drafts <= MOST_DRAFTS:
             raise ValueError(f"--drafts must be 1 to {MOST_DRAFTS}; --drafter none is a round without")
         if self.drafts is not None and self.drafter == "none":
             raise ValueError("--drafts are of a drafter, and --drafter is none")
-        for flag, path in (("--json", self.json), ("--plot", self.plot), ("--trace", self.trace)):
-            if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
-                raise ValueError(f"{flag}: cannot write {path}, its folder does not exist")
-        if self.json != "-":
-            flags.check_outputs(self.json)
+        if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
+            raise ValueError(f"--trace: cannot write {self.trace}, its folder does not exist")
+        flags.check_outputs(None if self.json == "-" else self.json, self.plot)
         flags.check_plot(self.plot)
         if self.op == "decode_step" and self.decode_step == "xla":
             raise ValueError("op decode_step is the fused step: leave --decode-step xla out")

@@ -73,8 +73,7 @@ class Run(flags.CommonFlags):
         """Train; 0, or 130 if stopped before the end."""
         from specjax.training import plot
 
-        if self.plot is not None and not Path(self.plot).absolute().parent.is_dir():
-            raise ValueError(f"cannot write {self.plot}: its folder does not exist")
+        flags.check_outputs(self.plot)
         recipe = self._recipe()
         trainer, corpus = load(recipe, self.corpus, self.out, resume=self.resume)
         with stopping() as stopped, _bar() as report:

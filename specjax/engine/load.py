@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -16,6 +17,7 @@ from specjax.engine.compilation import use_cache
 from specjax.engine.drafter import check_files, make_drafter, recognised
 from specjax.engine.precision import hold, value_dtype
 from specjax.engine.pricing import find_table
+from specjax.pallas_kernels import dispatch
 from specjax.targets import decoder, fused
 from specjax.targets.config import DecoderConfig
 from specjax.weights.load import load_checkpoint
@@ -33,6 +35,7 @@ def load_engine(
     config = _with_overrides(config if isinstance(config, RunConfig) else RunConfig(target=config), overrides)
     config = recognised(config)
     check_files(config)
+    dispatch.backends("tree_attention", config.kernels, jax.default_backend())  # refuses what there is not
     use_cache(config.compilation_cache)
     dtype = value_dtype(config.dtype)
     checkpoint = load_checkpoint(config.target)

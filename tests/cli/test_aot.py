@@ -1,14 +1,52 @@
 """`specjax aot`: what it refuses, and what it says about what failed; compiling itself needs the chips' compilers."""
 
 import json
+from pathlib import Path
 
 import jax
 import pytest
 
-from specjax.cli import aot
+from specjax.cli import aot, profile_absent
 from specjax.cli.main import main
 from specjax.pallas_kernels.aot import CHIPS
 from specjax.pallas_kernels.aot_attention import jobs
+
+
+@pytest.fixture(autouse=True)
+def compilers(monkeypatch):
+    """As if they were installed."""
+    monkeypatch.setattr(profile_absent, "compiler_missing", lambda name: None)
+
+
+def test_without_the_compilers_nothing_begins(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(profile_absent, "compiler_missing", lambda name: "why" if name == "mi300x" else None)
+    written = tmp_path / "aot.json"
+    assert main(["aot", "--chips", "mi300x h100", "--json", str(written)]) == 2
+    said = capsys.readouterr().err
+    assert "the compilers for mi300x are not installed here: `make aot`" in said
+    assert not written.exists()
+
+
+def test_no_chips_are_not_all_of_them(capsys):
+    assert main(["aot", "--chips", " "]) == 2
+    assert "--chips names none; known: tpu-v5e" in capsys.readouterr().err
+
+
+def test_whoever_stops_asking_ends_the_work(tmp_path, monkeypatch):
+    """The compiler's process ends, and takes its temporary files along."""
+    (tmp_path / "compiles.py").write_text(
+        "import json, signal, sys, tempfile, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder:\n"
+        "    print(json.dumps({'folder': folder}), flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rows = aot.in_a_process(str(tmp_path), module="compiles")
+    folder = Path(next(rows)["folder"])
+    assert folder.is_dir()
+    rows.close()
+    assert not folder.exists()
 
 
 def test_unknown_chips_and_missing_folders_are_refused(capsys):

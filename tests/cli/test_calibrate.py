@@ -14,7 +14,7 @@ def test_refusals_load_nothing(engines, capsys, tmp_path):
     assert main(["calibrate"]) == 2
     assert "name them with --drafters" in capsys.readouterr().err
     assert main(["calibrate", "--drafters", "ngram", "--out", str(tmp_path / "none" / "t.json")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "its folder does not exist" in capsys.readouterr().err
     assert main(["calibrate", "--drafters", "ngram", "--no-probe"]) == 2
     assert "--no-probe is for learned drafters" in capsys.readouterr().err
     assert main(["calibrate", "--drafters", "ngrams"]) == 2

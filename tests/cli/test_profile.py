@@ -233,6 +233,7 @@ def test_measured_rows_are_less_the_launch():
         (["--drafts", "3", "--drafter", "none"], "--drafter is none"),
         (["--repeats", "0"], "must be at least 1"),
         (["--drafter", "auto"], "'auto' changes it"),
+        (["--device", "h100", "--roofline", "--json", "same.png", "--plot", "same.png"], "cannot hold two outputs"),
         (["--json", "/no/such/folder/p.json"], "its folder does not exist"),
     ],
 )
