@@ -28,7 +28,7 @@ from specjax.engine.programs import Programs
 from specjax.engine.state import Emitted, State
 
 THINKING = 0.0025  # share of the time that deciding may take, and that following drafts may
-EAGER = 64  # rounds of which every draft is followed
+EAGER = 64  # drafts that are all followed, of as many requests as there are, before that share is kept to
 
 
 @dataclasses.dataclass
@@ -238,7 +238,7 @@ class Pilot:
         decision = self.planner.fit(decision, rows, live - 1, context, nodes)
         decision = dataclasses.replace(decision, budgets=np.minimum(live, decision.budgets))
         followed = []
-        if self._rounds < EAGER or self.clock() >= self._follow_at:
+        if self._rounds * len(rows) < EAGER or self.clock() >= self._follow_at:
             if live.max() > 1:
                 followed = [Followed(shape, rows, live, tokens, nodes)]
             else:
