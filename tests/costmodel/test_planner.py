@@ -380,6 +380,28 @@ def test_the_text_says_how_deep_a_draft_was_right():
     assert (first > 0.8).all() and (second < 0.3).all()
 
 
+def test_rounds_of_any_kind_make_what_is_known_older():
+    """Acceptance and scores that were learned, and round times that were seen: all of it fades while others run."""
+    plan, decision = riding()
+    rows, live = np.arange(3), np.full(3, 3)
+    for _ in range(20):
+        plan.learn(decision.shadow, rows, live, promised(0.5), np.ones((3, 4), bool))
+    nothing = np.zeros(3, int)
+
+    def pass_by(rounds):
+        for _ in range(rounds):
+            about = {"seconds": 1.0, "count": 3, "drafts": nothing, "accepted": nothing}
+            plan.observe(dataclasses.replace(decision, shadow=None), rows, 500.0, **about)
+
+    pass_by(8)
+    trials, seen = plan.acceptance.trials(decision.shadow), plan.scores._tally.sum()
+    plan.prices._seen[1] = priced = 10.0
+    pass_by(80)
+    assert plan.acceptance.trials(decision.shadow) == pytest.approx(trials * (1 - 1 / 400) ** 80)
+    assert plan.scores._tally.sum() == pytest.approx(seen * (1 - 1 / 200) ** 80)
+    np.testing.assert_allclose(plan.prices._seen[1], priced * (1 - 1 / 200) ** 80)
+
+
 def test_fares_run_out():
     """Rides that gain nothing cost 0.2 % of the time once the first money is spent, so most rounds have none."""
     plan, decision = riding(draft=0.02)

@@ -87,7 +87,7 @@ def test_rows_are_those_of_the_programs(engine, table, tmp_path, monkeypatch):
     monkeypatch.setattr(
         engine.programs, "verify", lambda width, *given: (ran.append(width.count), verify(width, *given))[1]
     )
-    for live, rows, program in ((2, 1, 2), (2, 2, 4), (2, 4, 8), (1, 2, 2), (2, 1.5, 4), (1, 1, 1)):
+    for live, rows, program in ((2, 1, 2), (2, 2, 4), (2, 4, 8), (1, 2, 2), (1, 1.5, 2), (2, 1.5, 4), (1, 1, 1)):
         ran.clear()
         bench.verify(live, rows, 16)
         assert set(ran) == {program}, (live, rows)
