@@ -17,6 +17,7 @@ from specjax.costmodel.shapes import ModelShape
 from specjax.costmodel.tables import Provenance, Table
 from specjax.drafters.config import HeadConfig
 from specjax.drafters.drafter_set import DrafterSet
+from specjax.pallas_kernels import cpu
 from specjax.targets.config import DecoderConfig
 
 
@@ -69,7 +70,14 @@ def provenance(config: RunConfig, model: DecoderConfig, dtype: Any, drafters: Dr
         target_digest=digest(model),
         drafter_digests={member.kind: digest(_described(member)) for member in drafters.members},
         jax=jax.__version__,
+        compiler=_compiler(config) if device.platform == "cpu" else None,
     )
+
+
+def _compiler(config: RunConfig) -> str:
+    """What made the CPU's kernels; a table measured with them does not hold without."""
+    made_by = cpu.compiler() if config.kernels == "auto" else None
+    return made_by or "xla"
 
 
 def priors(drafters: DrafterSet) -> dict[str, Prior]:

@@ -1,8 +1,8 @@
 """Which backend an op runs on, decided while a program is traced.
 
-Every op is a folder with `reference.py` and the kernels it has: `tpu.py`, `mosaic_gpu.py`, `triton.py`. A backend
-declines what it cannot take with `NotImplementedError`, and the next one is tried; the reference takes everything.
-Nothing here looks at a device before a program is traced.
+Every op is a folder with `reference.py` and the kernels it has: `tpu.py`, `mosaic_gpu.py`, `triton.py`, and for CPUs
+`cpu.py`, which is C and not Pallas. A backend declines what it cannot take with `NotImplementedError`, and the next one
+is tried; the reference takes everything. Nothing here looks at a device before a program is traced.
 """
 
 import functools
@@ -18,6 +18,7 @@ Kernels = Literal["auto", "reference", "pallas", "interpret"]
 
 # Backends of each platform, the preferred one first.
 BACKENDS = {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton"), "cuda": ("mosaic_gpu", "triton"), "rocm": ("triton",)}
+NATIVE = {"cpu": ("cpu",)}  # kernels that are not Pallas: taken by `auto` alone
 INTERPRETED = ("tpu",)  # what `interpret` simulates on a platform without kernels of its own
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _kernels = jax.make_user_context("auto")
 def use(kernels: Kernels):
     """Context in which programs are traced with `kernels`; part of the key of JAX's trace caches.
 
-    `auto` takes a kernel where the platform has one. `pallas` is the same, but a platform without kernels is an error.
+    `auto` takes a kernel where the platform has one. `pallas` is the same, but no Pallas kernels are an error.
     `interpret` simulates kernels instead of compiling them: very slow, to look for faults. `reference` is plain `jnp`.
     """
     if kernels not in get_args(Kernels):
@@ -58,13 +59,13 @@ def backends(op: str, kernels: Kernels, platform: str) -> tuple[str, ...]:
     Raises:
         ValueError: `pallas` on a platform that has no kernels.
     """
-    if kernels == "reference" or (kernels == "auto" and platform not in BACKENDS):
+    if kernels == "reference":
         return ()
     if kernels == "pallas" and platform not in BACKENDS:
         raise ValueError(
             f"kernels is 'pallas', and there are none for {platform}: take 'auto', or 'interpret' to simulate them"
         )
-    names = BACKENDS.get(platform, INTERPRETED)
+    names = BACKENDS.get(platform, NATIVE.get(platform, ()) if kernels == "auto" else INTERPRETED)
     return tuple(name for name in names if importlib.util.find_spec(_module(op, name)))
 
 

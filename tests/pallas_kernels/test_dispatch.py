@@ -13,7 +13,13 @@ from specjax.pallas_kernels.tree_attention import reference
 
 @pytest.mark.parametrize(
     ("kernels", "platform", "expected"),
-    [("auto", "cpu", ()), ("reference", "tpu", ()), ("auto", "tpu", ("tpu",)), ("interpret", "cpu", ("tpu",))],
+    [
+        ("auto", "cpu", ("cpu",)),
+        ("reference", "cpu", ()),
+        ("reference", "tpu", ()),
+        ("auto", "tpu", ("tpu",)),
+        ("interpret", "cpu", ("tpu",)),
+    ],
 )
 def test_backends_follow_platform_and_mode(kernels, platform, expected, monkeypatch):
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
