@@ -52,7 +52,7 @@ class Provenance:
         target_digest: of the target's configuration, where it was measured or compiled.
         drafter_digests: the same of each drafter, by kind.
         jax: version.
-        compiler: version, of libtpu or the GPU's.
+        compiler: version, of libtpu, the GPU's, or what made a CPU's kernels.
         date: of the making.
         made_by: the command.
     """
@@ -94,6 +94,8 @@ class Table:
         fixed: seconds of a round beside its passes.
         catch_up: by drafter, seconds to bring it up to date: at least, and for each missed token.
         switch: measured seconds that a change of shape costs once.
+        aside: seconds of the host for a draft, its making apart: to dispatch, fetch and judge it. Of one request, and
+            of each further one.
     """
 
     provenance: Provenance
@@ -102,13 +104,14 @@ class Table:
     fixed: float
     catch_up: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     switch: float = 0.0
+    aside: tuple[float, float] = (0.0, 0.0)
 
     def verify_time(self, batch: Any, rows: Any, context: Any) -> Any:
         """Seconds of a pass of `rows` packed rows in all, of `batch` requests."""
         return self.verify.at(batch, np.asarray(rows, float) / batch, context)
 
     def draft_time(self, shape: DraftShape, batch: Any, context: Any) -> Any:
-        """Seconds to draft a shape; nothing for plain decoding.
+        """Seconds to draft a shape, the host's for it included; nothing for plain decoding.
 
         Raises:
             ValueError: the table has no such shape.
@@ -117,7 +120,7 @@ class Table:
             return 0.0
         if shape not in self.draft:
             raise ValueError(f"the table of {self.provenance.target} has no draft times of {shape}")
-        return self.draft[shape].at(batch, context)
+        return self.draft[shape].at(batch, context) + self.aside_time(batch)
 
     def draft_times(self, shapes: Iterable[DraftShape], batch: float, context: float) -> np.ndarray:
         """As `draft_time`, of several shapes at one point: grids over the same axes share the search for it."""
@@ -130,7 +133,7 @@ class Table:
                 continue
             if grid.axes not in corners:
                 corners[grid.axes] = corners_of(grid.axes, (batch, context))
-            found.append(grid.mixed(corners[grid.axes]))
+            found.append(grid.mixed(corners[grid.axes]) + self.aside_time(batch))
         return np.array(found, float)
 
     def round_time(self, shape: DraftShape, batch: float, rows: Any, context: float) -> Any:
@@ -141,6 +144,11 @@ class Table:
         """Seconds to bring a drafter up to date that missed `missed` tokens in all."""
         least, each = self.catch_up.get(kind, (0.0, 0.0))
         return least + each * missed if missed > 0 else 0.0
+
+    def aside_time(self, batch: Any) -> Any:
+        """Seconds of the host for a draft for `batch` requests, its making apart."""
+        first, further = self.aside
+        return first + further * (batch - 1)
 
     def source(self, shape: DraftShape = PLAIN, batch: float = 1, rows: float = 1, context: float = 512) -> str:
         """Source of the cells that price a round; both of them where they differ."""
@@ -181,6 +189,7 @@ class Table:
             "context": list(context),
             "fixed_us": round(self.fixed * 1e6, 3),
             "switch_us": round(self.switch * 1e6, 3),
+            **({"aside_us": [round(x * 1e6, 3) for x in self.aside]} if any(self.aside) else {}),
             "catch_up_us": {k: [round(x * 1e6, 5) for x in pair] for k, pair in self.catch_up.items()},
             "verify": self.verify.to_json(),
             "draft": [{"shape": dataclasses.asdict(s), **g.to_json()} for s, g in self.draft.items()],
@@ -198,6 +207,7 @@ class Table:
             fixed=given["fixed_us"] / 1e6,
             catch_up={kind: (a / 1e6, b / 1e6) for kind, (a, b) in given["catch_up_us"].items()},
             switch=given["switch_us"] / 1e6,
+            aside=tuple(x / 1e6 for x in given.get("aside_us", (0.0, 0.0))),
         )
 
     def write(self, path: Path) -> None:

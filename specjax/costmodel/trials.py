@@ -98,8 +98,9 @@ class Trials:
         return self.books.purse > 0
 
     def cheap(self, view: View) -> list[int]:
-        """Shapes so cheap to draft that another round may take them along, the better ones first."""
-        prices = [0.0] + [self.books.shadow(shape, view.quote) for shape in self.books.menu[1:]]
+        """Shapes so cheap to make that another round may take them along, the better ones first."""
+        host = self.books.table.aside_time(len(view.rows))
+        prices = [0.0] + [self.books.shadow(shape, view.quote) - host for shape in self.books.menu[1:]]
         found = [index for index, price in enumerate(prices) if index and price <= RIDE * view.plain]
         return sorted(found, key=lambda index: -view.whole[index])
 

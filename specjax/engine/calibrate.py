@@ -24,9 +24,11 @@ import jax
 import numpy as np
 
 from specjax.costmodel import isotonic, tables
+from specjax.costmodel.decision import Decision
 from specjax.costmodel.planner import Planner
+from specjax.costmodel.scores import Nodes
 from specjax.costmodel.tables import Grid, Provenance, Table
-from specjax.draft import DraftShape
+from specjax.draft import PLAIN, DraftShape
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine import pinned
 from specjax.engine.engine import Engine
@@ -66,7 +68,7 @@ def calibrate(engine: Engine, wanted: Provenance, partial: Path, report: Callabl
     # Passes come in the sizes that have programs: a table in their terms has the price of each.
     rows = sorted({width.count / batch for width in engine.programs.widths if width.count >= batch})
     context = bench.refined(contexts, lambda s: bench.verify(batch, most, s))
-    bench.plan(len(live) * len(rows) * len(context) + len(engine.drafter.menu) * len(live) * len(context) + 2)
+    bench.plan(len(live) * len(rows) * len(context) + len(engine.drafter.menu) * len(live) * len(context) + 3)
     verify = [[[bench.verify(b, r, s) for s in context] for r in rows] for b in live]
     draft = {shape: [[bench.draft(shape, b, s) for s in context] for b in live] for shape in engine.drafter.menu}
     kinds = [member.kind for member in engine.drafter.members if engine.drafter.reads_features(member.kind)]
@@ -83,6 +85,7 @@ def calibrate(engine: Engine, wanted: Provenance, partial: Path, report: Callabl
         catch_up=catch_up,
     )
     table = dataclasses.replace(table, fixed=bench.fixed(contexts[0], table))
+    table = dataclasses.replace(table, aside=bench.aside(batch, contexts[0], table))
     partial.unlink(missing_ok=True)
     return table
 
@@ -177,25 +180,44 @@ class _Bench:
         return self._cell(f"catch up {kind}", lambda: self._added(live, context, kind=kind))
 
     def fixed(self, context: int, table: Table) -> float:
-        """Seconds of the host in a round, its decision included: rounds of one real request that draft nothing.
+        """Seconds of the host in a round, its decision included: rounds of one real request that draft nothing."""
+        return self._cell("fixed", lambda: max(self._beyond(Planner(table, (), self._counts, 1), 1, context), LEAST))
+
+    def aside(self, batch: int, context: int, table: Table) -> tuple[float, float]:
+        """Seconds of the host for the cheapest draft beside a plain round: of one request, and of each further one."""
+
+        def measure(live: int) -> float:
+            cheapest = min(table.draft, key=lambda shape: table.draft_time(shape, live, context))
+            if (drafting := table.draft_time(cheapest, live, context)) > CHEAP * self.verify(live, 1, context):
+                return 0.0  # nothing rides along
+            plain, taking = (Planner(table, (), self._counts, live), _Taking(cheapest, table, self._counts, live))
+            return self._beyond(taking, live, context) - self._beyond(plain, live, context) - drafting
+
+        first, all_of_them = (self._cell(f"aside {live}", lambda live=live: measure(live)) for live in (1, batch))
+        first = max(first, 0.0)
+        return first, max(all_of_them - first, 0.0) / max(batch - 1, 1)
+
+    @property
+    def _counts(self) -> list[int]:
+        return sorted({width.count for width in self.programs.widths})
+
+    def _beyond(self, planner: Planner, live: int, context: int) -> float:
+        """Median seconds of real rounds beyond their passes.
 
         Each is compared with a pass right after it, as passes drift by more than the host takes.
         """
-
-        def measure() -> float:
-            engine, beyond = self.engine, []
-            counts = sorted({width.count for width in self.programs.widths})
-            engine.reset()
-            engine.pilot = Pilot(Planner(table, (), counts, engine.config.batch), engine.drafter, self.programs)
-            engine.submit([1] * max(context - HOST_ROUNDS, 1), SamplingParams(max_tokens=HOST_ROUNDS, ignore_eos=True))
-            while engine.busy:
-                started = time.perf_counter()
-                engine.step()
-                beyond.append(time.perf_counter() - started - self._once(1, 1, context))
-            engine.reset()
-            return max(statistics.median(beyond[1:]), LEAST)
-
-        return self._cell("fixed", measure)
+        engine, beyond = self.engine, []
+        engine.reset()
+        engine.pilot = Pilot(planner, engine.drafter, self.programs)
+        prompt = [1] * max(context - HOST_ROUNDS, 1)
+        for _ in range(live):
+            engine.submit(prompt, SamplingParams(max_tokens=HOST_ROUNDS, ignore_eos=True))
+        while engine.busy:
+            started = time.perf_counter()
+            engine.step()
+            beyond.append(time.perf_counter() - started - self._once(live, 1, context))
+        engine.reset()
+        return statistics.median(beyond[1:])
 
     def _cell(self, name: str, measure: Callable[[], float]) -> float:
         value = self.cells.get(name, measure)
@@ -254,6 +276,23 @@ class _Bench:
         seconds = time.perf_counter() - started
         self._state = state
         return seconds
+
+
+class _Taking(Planner):
+    """Takes a draft along with every round, judges it, and verifies none."""
+
+    def __init__(self, shape: DraftShape, table: Table, counts: Sequence[int], batch: int):
+        super().__init__(table, (shape,), counts, batch, explore=False, scored=True)
+        self._shape = shape
+
+    def decide(self, rows: np.ndarray, context: float) -> Decision:
+        return dataclasses.replace(super().decide(rows, context), shape=PLAIN, shadow=self._shape, ride=True)
+
+    def fit(
+        self, decision: Decision, rows: np.ndarray, live: np.ndarray, context: float, nodes: Nodes | None = None
+    ) -> Decision:
+        super().fit(decision, rows, live, context, nodes)
+        return dataclasses.replace(decision, rows=len(rows), budgets=np.ones(len(rows), int))
 
 
 def _disagree(times: list[float]) -> bool:

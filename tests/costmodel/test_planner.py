@@ -260,10 +260,10 @@ def promised(chance: float, batch: int = 3, depth: int = 3) -> Nodes:
     return Nodes(scores, np.tile(np.arange(-1, depth), (batch, 1)))
 
 
-def riding(draft: float = 0.005, row: float = 0.2):
+def riding(draft: float = 0.005, row: float = 0.2, **fields):
     """A planner in which an average n-gram draft does not pay, and a plain round of it with a draft beside."""
     chain = DraftShape.chain("ngram", 3)
-    plan = Planner(flat(draft, row), (chain,), (3, 6, 12), 3, scored=True)
+    plan = Planner(flat(draft, row, **fields), (chain,), (3, 6, 12), 3, scored=True)
     for _ in range(60):
         plan.acceptance.observe(chain, np.arange(3), np.full(3, 3), np.zeros(3, int))
     for _ in range(200):  # whatever was to be tried has been tried
@@ -402,9 +402,14 @@ def test_rounds_of_any_kind_make_what_is_known_older():
     np.testing.assert_allclose(plan.prices._seen[1], priced * (1 - 1 / 200) ** 80)
 
 
-def test_fares_run_out():
-    """Rides that gain nothing cost 0.2 % of the time once the first money is spent, so most rounds have none."""
-    plan, decision = riding(draft=0.02)
+@pytest.mark.parametrize("fields", [{"draft": 0.02}, {"draft": 1e-6, "aside": (0.01, 0.005)}])
+def test_fares_run_out(fields):
+    """Rides that gain nothing cost 0.2 % of the time once the first money is spent, so most rounds have none.
+
+    That holds for what the host does about a draft, too, however little its making takes.
+    """
+    plan, decision = riding(**fields)
+    assert plan.extra(decision, 3, 500.0) == pytest.approx(0.02, rel=1e-3)
     rides = 0
     for number in range(2000):
         decision = plan.decide(np.arange(3), 500.0)

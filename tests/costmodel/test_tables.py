@@ -97,7 +97,8 @@ def test_sources_of_cells(table):
 def test_round_trip_keeps_cells_and_sources(table, tmp_path):
     sources = table.verify.sources.copy()
     sources[0, :, 0] = "m"
-    mixed = dataclasses.replace(table, verify=dataclasses.replace(table.verify, sources=sources), switch=2e-3)
+    mixed = dataclasses.replace(table, verify=dataclasses.replace(table.verify, sources=sources))
+    mixed = dataclasses.replace(mixed, switch=2e-3, aside=(3e-4, 5e-5))
     mixed.write(tmp_path / "deep" / "t.json")
     back = Table.read(tmp_path / "deep" / "t.json")
     assert back.provenance == table.provenance
@@ -109,6 +110,7 @@ def test_round_trip_keeps_cells_and_sources(table, tmp_path):
     for kind, pair in table.catch_up.items():
         assert back.catch_up[kind] == pytest.approx(pair, rel=1e-4)
     assert (back.fixed, back.switch) == pytest.approx((table.fixed, 2e-3))
+    assert back.aside == pytest.approx((3e-4, 5e-5)) and back.aside_time(5) == pytest.approx(5e-4)
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["t.json"]
 
 

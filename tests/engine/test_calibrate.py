@@ -10,7 +10,7 @@ from support import tables, toy
 from specjax import config
 from specjax.cli import explain
 from specjax.config import ConfigError
-from specjax.draft import DraftShape
+from specjax.draft import PLAIN, DraftShape
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
 from specjax.engine.calibrate import Cells, _Bench, calibrate, table_path
@@ -74,6 +74,7 @@ def test_what_a_table_holds(table, wanted):
     assert set(table.verify.sources.ravel()) == {"m"}
     assert list(table.draft) == [LOOKUP]
     assert table.fixed > 0
+    assert table.aside_time(2) >= table.aside_time(1) >= 0
     assert table.provenance.made_by == "specjax calibrate"
     assert dataclasses.replace(table.provenance, date=None, made_by=None) == wanted
 
@@ -170,3 +171,29 @@ def test_an_engine_decodes_by_its_table(engine, table):
 def test_file_names_tell_set_ups_apart(wanted, tmp_path):
     other = dataclasses.replace(wanted, drafter_digests={"ngram": "00000000"})
     assert len({table_path(wanted, 1, tmp_path), table_path(wanted, 2, tmp_path), table_path(other, 1, tmp_path)}) == 3
+
+
+def test_what_a_ride_costs_the_host_is_measured_on_rounds_that_take_one(engine, table, tmp_path, monkeypatch):
+    """Real rounds with a draft beside against real rounds without, of one request and of all."""
+    bench = _Bench(engine, Cells(tmp_path / "cells", {}), lambda *_: None)
+    rides = []
+
+    def beyond(planner, live, context):
+        decision = planner.decide(np.arange(live), context)
+        rides.append((live, decision.ride))
+        assert (decision.shape, decision.shadow) == (PLAIN, LOOKUP if decision.ride else None)
+        return 0.010 * live if decision.ride else 0.002
+
+    monkeypatch.setattr(bench, "_beyond", beyond)
+    grid = table.draft[LOOKUP]
+    free, dear = (
+        dataclasses.replace(
+            table, aside=(0.0, 0.0), draft={LOOKUP: dataclasses.replace(grid, seconds=np.full_like(grid.seconds, each))}
+        )
+        for each in (1e-9, 1e6)
+    )
+    first, further = bench.aside(2, 16, free)
+    assert sorted(rides) == [(1, False), (1, True), (2, False), (2, True)]
+    assert (first, further) == pytest.approx((0.008, 0.010))
+    bench = _Bench(engine, Cells(tmp_path / "others", {}), lambda *_: None)
+    assert bench.aside(2, 16, dear) == (0.0, 0.0)
