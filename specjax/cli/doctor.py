@@ -48,6 +48,7 @@ def examine(dev: Path = Path("/dev")) -> dict[str, Any]:
 
     from specjax.cli.machine import facts
     from specjax.engine.compilation import use_cache
+    from specjax.pallas_kernels import cpu
 
     machine, platform = facts(), jax.default_backend()
     idle = [name for name in accelerators(dev) if platform == "cpu"]
@@ -57,6 +58,8 @@ def examine(dev: Path = Path("/dev")) -> dict[str, Any]:
     except ValueError as error:
         demo = None
         advice.append(str(error))
+    if platform == "cpu" and cpu.compiler() is None:
+        advice.append("no C compiler (cc, gcc or clang): decoding on this CPU takes XLA's slower products; install one")
     return {
         "specjax": __version__,
         "machine": machine,

@@ -7,12 +7,14 @@ import pytest
 from specjax.cli import doctor, machine
 from specjax.cli.main import main
 from specjax.engine import compilation
+from specjax.pallas_kernels import cpu
 
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
     """A machine that shows no accelerator outside /dev; JAX's own configuration stays as it is."""
     monkeypatch.setattr(compilation, "use_cache", lambda setting: tmp_path / "xla")
+    monkeypatch.setattr(cpu, "compiler", lambda: "cc 1.0")
     monkeypatch.setattr(doctor.shutil, "which", lambda program: None)
     for variable in ("TPU_NAME", "TPU_WORKER_ID"):
         monkeypatch.delenv(variable, raising=False)
@@ -58,11 +60,22 @@ def test_report(bare, capsys, monkeypatch):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["machine"]["platform"] == "cpu"
-    assert found["kernels"]["tree_attention"] == "reference"
+    assert found["kernels"] == {
+        "decode_step": "reference",
+        "project": "cpu then reference",
+        "tree_attention": "cpu then reference",
+    }
     assert {"jax", "jaxlib", "flax"} <= found["packages"].keys()
     assert found["compilation_cache"].endswith("xla")
     assert main(["doctor"]) == 0
     assert "JAX runs on" in capsys.readouterr().out
+
+
+def test_a_cpu_without_a_compiler_gets_advice(bare, monkeypatch):
+    assert not [line for line in doctor.examine()["advice"] if "compiler" in line]
+    monkeypatch.setattr(cpu, "compiler", lambda: None)
+    [line] = [line for line in doctor.examine()["advice"] if "compiler" in line]
+    assert "no C compiler (cc, gcc or clang)" in line
 
 
 def test_missing_demo_model(bare, monkeypatch):
