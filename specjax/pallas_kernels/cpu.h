@@ -92,12 +92,6 @@ INLINE float sum(Vector v) {
   return v[0] + v[1];
 }
 
-INLINE float largest(Vector v) {
-  float most = v[0];
-  UNROLL for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
-  return most;
-}
-
 /* Pieces of work that XLA's threads and the caller claim in turn. `job` is freed by the last that is through with it: a
  * thread that was asked for help may only come when all is done. */
 typedef struct Shared Shared;
@@ -132,6 +126,14 @@ static XLA_FFI_Error* error(const XLA_FFI_CallFrame* frame, const char* message)
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 
+/* Whether XLA could not do what was asked; what it says of that is not needed here. */
+static int failed(const XLA_FFI_CallFrame* frame, XLA_FFI_Error* error) {
+  if (!error) return 0;
+  XLA_FFI_Error_Destroy_Args args = {XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, NULL, error};
+  frame->api->XLA_FFI_Error_Destroy(&args);
+  return 1;
+}
+
 /* Do all pieces of `job`, on as many threads as there are; returns when they are done. */
 static XLA_FFI_Error* share(const XLA_FFI_CallFrame* frame, void* job, int64_t pieces, void (*piece)(void*, int64_t),
                             void (*dispose)(void*)) {
@@ -140,13 +142,13 @@ static XLA_FFI_Error* share(const XLA_FFI_CallFrame* frame, void* job, int64_t p
   s->job = job, s->pieces = pieces, s->piece = piece, s->dispose = dispose;
   int64_t threads = 1;
   XLA_FFI_ThreadPool_NumThreads_Args count = {XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, NULL, frame->ctx, &threads};
-  if (frame->api->XLA_FFI_ThreadPool_NumThreads(&count)) threads = 1;
+  if (failed(frame, frame->api->XLA_FFI_ThreadPool_NumThreads(&count))) threads = 1;
   int64_t helpers = (threads < pieces ? threads : pieces) - 1;
   if (helpers < 0) helpers = 0;
   atomic_store(&s->holders, helpers + 2);
   for (int64_t i = 0; i < helpers; i++) {
     XLA_FFI_ThreadPool_Schedule_Args args = {XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, NULL, frame->ctx, help, s};
-    if (frame->api->XLA_FFI_ThreadPool_Schedule(&args)) let_go(s);
+    if (failed(frame, frame->api->XLA_FFI_ThreadPool_Schedule(&args))) let_go(s);
   }
   help(s);
   while (atomic_load(&s->done) < pieces) PAUSE(); /* for as long as a piece takes at most */

@@ -13,7 +13,7 @@ from specjax.costmodel.isotonic import increasing, monotone
 from specjax.costmodel.roofline import Setup
 from specjax.costmodel.shapes import TARGETS
 from specjax.costmodel.tables import ForeignTableError, Grid, Provenance, Table
-from specjax.draft import DraftShape
+from specjax.draft import PLAIN, DraftShape
 
 SETUP = Setup(find("h100"), 1, TARGETS["llama-3.1-8b"], "bfloat16")
 SHAPES = menu.shapes(["ngram", "eagle3"])
@@ -190,3 +190,14 @@ def test_draft_times_of_a_menu_are_those_of_its_shapes(table, point):
         passes = own.uncertainty(batch=point[0], rows=point[0], context=point[1])
         whole = own.uncertainty(shape, point[0], point[0], point[1])
         assert max(passes, own.draft_uncertainty(shape, *point)) == whole
+
+
+def test_a_draft_costs_the_host_too_and_a_plain_round_does_not(table):
+    dearer = dataclasses.replace(table, aside=(3e-4, 5e-5))
+    shape = next(iter(table.draft))
+    for batch, more in ((1, 3e-4), (5, 5e-4)):
+        assert dearer.draft_time(shape, batch, 300.0) - table.draft_time(shape, batch, 300.0) == pytest.approx(more)
+        both = dearer.draft_times((PLAIN, shape), batch, 300.0)
+        assert both.tolist() == pytest.approx([0.0, dearer.draft_time(shape, batch, 300.0)])
+        grown = dearer.round_time(shape, batch, 2 * batch, 300.0) - table.round_time(shape, batch, 2 * batch, 300.0)
+        assert grown == pytest.approx(more)
