@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from specjax import __version__
-from specjax.cli import aot, bench, calibrate, convert, demo, doctor, generate, plan, profile, train
+from specjax.cli import aot, bench, calibrate, convert, demo, doctor, generate, host_memory, plan, profile, train
 
 HELP = """Speculative decoding in JAX and Pallas.
 
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; its exit code: 0, 1 (the command's own verdict), 2 (an error) or 130 (interrupted)."""
     if argv is None:  # a process of our own: ended from outside, it leaves no temporary files either
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        host_memory.keep()
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv == ["--version"]:
         print(f"specjax {__version__}")

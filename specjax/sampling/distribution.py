@@ -57,10 +57,8 @@ def target_distribution(
     Returns:
         float32 rows that add up to 1; exactly one-hot at temperature 0.
     """
-    logits = _adjust(logits.astype(jnp.float32), request, state, position, seen)
-    return draft_distribution(
-        logits, state.temperature[request], state.top_k[request], state.top_p[request], state.min_p[request]
-    )
+    weights = _target_weights(logits, request, state, position, seen)
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
 
 
 def draft_distribution(
@@ -75,40 +73,68 @@ def draft_distribution(
     The filters sort nothing. A threshold is found exactly by bisection over the bits of the floats, and all that is not
     below it stays, ties included.
     """
-    logits = logits.astype(jnp.float32)
+    weights = _weights(logits.astype(jnp.float32), temperature, top_k, top_p, min_p)
+    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def _target_weights(logits, request, state, position, seen) -> Array:
+    """`target_distribution` before the division by its sum."""
+    logits = _adjust(logits.astype(jnp.float32), request, state, position, seen)
+    return _weights(
+        logits, state.temperature[request], state.top_k[request], state.top_p[request], state.min_p[request]
+    )
+
+
+def _weights(logits, temperature, top_k, top_p, min_p) -> Array:
+    """`draft_distribution` before the division by its sum: the largest weight of a row is 1."""
     greedy = temperature == 0
     best = jnp.max(logits, axis=-1, keepdims=True)
-    mass = jnp.exp((logits - best) / jnp.where(greedy, 1, temperature)[..., None])
+    # What the conditions below yield is one number for each row: a branch that returned the rows would copy them.
+    none = jnp.zeros(greedy.shape, jnp.uint32)
 
-    def keep_top_k(mass):
-        keys = _ordered_bits(logits)
-        threshold = _threshold(keys, jnp.float32(1), jnp.minimum(top_k, logits.shape[-1]).astype(jnp.float32))
-        return jnp.where((keys >= threshold[..., None]) | (top_k == 0)[..., None], mass, 0)
+    def heat():
+        return jnp.exp((logits - best) / jnp.where(greedy, 1, temperature)[..., None])
 
-    def keep_top_p(mass):
-        keys = lax.bitcast_convert_type(mass, jnp.uint32)  # mass >= 0: its bits are in its own order
-        threshold = _threshold(keys, mass, top_p * jnp.sum(mass, axis=-1))
-        return jnp.where((keys >= threshold[..., None]) | (top_p >= 1)[..., None], mass, 0)
+    def of_top_k():
+        need = jnp.minimum(top_k, logits.shape[-1]).astype(jnp.float32)
+        return jnp.where(top_k > 0, _threshold(_ordered_bits(logits), jnp.float32(1), need), 0)
 
-    mass = lax.cond(jnp.any((top_k > 0) & ~greedy), keep_top_k, lambda mass: mass, mass)
-    mass = lax.cond(jnp.any((top_p < 1) & ~greedy), keep_top_p, lambda mass: mass, mass)
-    mass = jnp.where((mass >= min_p[..., None]) | (logits == best), mass, 0)  # the largest mass is 1
+    def kept(least):
+        return jnp.where(_ordered_bits(logits) >= least[..., None], heat(), 0)
+
+    def of_top_p():
+        mass = kept(k)
+        return jnp.where(top_p < 1, _threshold(_bits(mass), mass, top_p * jnp.sum(mass, axis=-1)), 0)
+
+    k = lax.cond(jnp.any((top_k > 0) & ~greedy), of_top_k, lambda: none)
+    p = lax.cond(jnp.any((top_p < 1) & ~greedy), of_top_p, lambda: none)
+    mass = kept(k)
+    mass = jnp.where((_bits(mass) >= p[..., None]) & ((mass >= min_p[..., None]) | (logits == best)), mass, 0)
     one_hot = jnp.arange(logits.shape[-1]) == argmax(logits)[..., None]
-    return jnp.where(greedy[..., None], one_hot, mass / jnp.sum(mass, axis=-1, keepdims=True))
+    return jnp.where(greedy[..., None], one_hot, mass)
 
 
 def argmax(logits: Float[Array, "*rows v"]) -> Int[Array, "*rows"]:
     """As `jnp.argmax` over the vocabulary: the lowest of the best ids, or of those that are NaN."""
-
-    def by_vectors(logits):
-        # XLA's CPU backend goes through an argmax number by number: seven times the time of these two reductions.
-        best = jnp.max(logits, axis=-1, keepdims=True)
-        ids = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-        return jnp.min(jnp.where((logits == best) | jnp.isnan(logits), ids, logits.shape[-1] - 1), axis=-1)
-
     return lax.platform_dependent(
-        logits, cpu=by_vectors, default=lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits, cpu=_argmax_by_blocks, default=lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32)
     )
+
+
+def _argmax_by_blocks(logits) -> Array:
+    """XLA's CPU backend goes through an argmax number by number; a largest number it finds by vectors."""
+    vocab = logits.shape[-1]
+    size = next((size for size in (256, 128, 64) if vocab % size == 0), 1)
+    blocks = logits.reshape(*logits.shape[:-1], vocab // size, size)
+    block = _first_largest(jnp.max(blocks, axis=-1))
+    inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
+    return block * size + _first_largest(inside)
+
+
+def _first_largest(x) -> Array:
+    best = jnp.max(x, axis=-1, keepdims=True)
+    ids = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return jnp.min(jnp.where((x == best) | jnp.isnan(x), ids, x.shape[-1] - 1), axis=-1)
 
 
 def choose(
@@ -127,8 +153,8 @@ def choose(
     adjusted = jnp.stack(_adjustments(request, state, position, seen))
 
     def process(logits):
-        p = target_distribution(logits, request, state, position, seen)
-        return sample(p, state.seed[request], position)
+        weights = _target_weights(logits, request, state, position, seen)
+        return sample(weights, state.seed[request], position)
 
     return lax.cond(jnp.any(sampled) | jnp.any(adjusted), process, argmax, logits.astype(jnp.float32))
 
@@ -226,6 +252,11 @@ def _ordered_bits(x: Array) -> Array:
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)  # one zero, not two
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _bits(x: Array) -> Array:
+    """Floats that are not negative, as unsigned integers in their own order."""
+    return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def _threshold(keys: Array, weight: Array, need: Array) -> Array:

@@ -61,6 +61,10 @@ class Packed:
         rows = np.unique(np.linspace(0, len(self) - 1, min(count, len(self))).astype(int))
         return Packed(**{field.name: getattr(self, field.name)[rows] for field in dataclasses.fields(self)})
 
+    def whole(self) -> "Packed":
+        """The same rows with every token to be learned, those of prompts too."""
+        return dataclasses.replace(self, mask=self.segments > 0)
+
     def digest(self) -> str:
         """A fingerprint of the contents."""
         found = hashlib.sha256()

@@ -69,6 +69,8 @@ class Recipe(Strict):
         decay: weight of a step (eagle3, mtp: `decay ** k`), or of a slot (`exp(-k / decay)`).
         labels: learn the target's whole distribution, or the `text` alone as the published recipes of dflash and
             mtp do. The distribution says more about each token, which counts while text is short.
+        learn: the `answers`, which the target wrote, or `all` tokens, prompts included. The target's distribution is a
+            label anywhere in a text, so prompts are text for nothing; acceptance is looked at in answers alone.
         unary_weight: (dflash2, ubtree) weight of the loss of the positions by themselves.
         vocabulary: tokens scored in a step; the vocabulary or more scores all.
 
@@ -111,6 +113,7 @@ class Recipe(Strict):
     anchors: int = Field(default=32, ge=1)
     decay: float = Field(default=0.8, gt=0)
     labels: Literal["target", "text"] = "target"
+    learn: Literal["answers", "all"] = "answers"
     unary_weight: float = Field(default=1.0, ge=0)
     vocabulary: int = Field(default=4096, ge=2)
 

@@ -66,6 +66,8 @@ class Trainer:
         self.recipe, self.target, self.out, self.note = recipe, target, Path(out), note
         train, held = corpus.split(recipe.held_out, recipe.seed)
         self.packed, self.held = pack(train, recipe.length), pack(held, recipe.length).some(recipe.evaluate_rows)
+        if recipe.learn == "all":
+            self.packed = self.packed.whole()
         vocab = target.config.vocab_size
         counts = np.bincount(self.packed.tokens[self.packed.mask], minlength=vocab)
         seen = np.bincount(self.packed.tokens[self.packed.segments > 0], minlength=vocab)

@@ -45,6 +45,14 @@ def test_ahead_stays_within_the_dialogue():
     assert np.asarray(batch.ahead(2))[0].tolist() == [True, True, False, False, True, False, False, False]
 
 
+def test_the_whole_of_a_text_can_be_learned_and_no_padding():
+    packed = pack(made(4, 3), 8)
+    whole = packed.whole()
+    assert whole.mask[0].tolist() == [True] * 7 + [False]
+    assert whole.digest() != packed.digest()
+    np.testing.assert_array_equal(whole.tokens, packed.tokens)
+
+
 @pytest.mark.parametrize(("count", "batch"), [(10, 4), (12, 4), (3, 4)])
 def test_an_epoch_takes_no_row_twice_unless_there_are_too_few(count, batch):
     steps = max(count // batch, 1)

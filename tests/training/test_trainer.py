@@ -77,6 +77,13 @@ def test_eagle_starts_from_a_regression(trained):
         assert lines[0].rate == 0 and lines[0].held_out["length"] > 1.15  # 1.03 at random
 
 
+def test_prompts_are_learned_where_the_recipe_says_so_and_never_judged(tmp_path):
+    some = run("eagle3", tmp_path / "some", FAMILIES["eagle3"])
+    every = run("eagle3", tmp_path / "every", FAMILIES["eagle3"] | {"learn": "all"})
+    assert every.packed.mask.sum() == (every.packed.segments > 0).sum() > some.packed.mask.sum()
+    np.testing.assert_array_equal(every.held.mask, some.held.mask)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_every_other_family_learns(family, tmp_path):
