@@ -15,7 +15,7 @@ from specjax.draft import PLAIN, DraftShape
 PURSE = 0.008  # share of the time that trials and shadow drafts may cost
 FARE, GAIN = 0.002, 0.1  # share of the time that drafts may cost that ride along, and of what such drafts have gained
 OPENING = 1.0  # plain rounds' worth of it to begin with
-EARLY, EARLY_ROUNDS = 0.02, 150  # more than that share at first, while the engine is ahead of plain decoding
+EARLY, EARLY_ROUNDS = 0.01, 150  # more than that share at first, while the engine is ahead of plain decoding
 DEBT = 0.02  # share of plain's tokens that may be missing before only sure gains are taken
 HISTORY = 256
 

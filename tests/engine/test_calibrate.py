@@ -13,7 +13,7 @@ from specjax.config import ConfigError
 from specjax.draft import PLAIN, DraftShape
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
-from specjax.engine.calibrate import Cells, _Bench, calibrate, table_path
+from specjax.engine.calibrate import ASIDES, Cells, _Bench, calibrate, table_path
 from specjax.engine.pricing import find_table, provenance
 from specjax.sampling import SamplingParams
 
@@ -184,7 +184,7 @@ def test_what_a_ride_costs_the_host_is_measured_on_rounds_that_take_one(engine, 
         assert (decision.shape, decision.shadow) == (PLAIN, LOOKUP if decision.ride else None)
         return 0.010 * live if decision.ride else 0.002
 
-    monkeypatch.setattr(bench, "_beyond", beyond)
+    monkeypatch.setattr(bench, "_busy", beyond)
     grid = table.draft[LOOKUP]
     free, dear = (
         dataclasses.replace(
@@ -193,7 +193,7 @@ def test_what_a_ride_costs_the_host_is_measured_on_rounds_that_take_one(engine, 
         for each in (1e-9, 1e6)
     )
     first, further = bench.aside(2, 16, free)
-    assert sorted(rides) == [(1, False), (1, True), (2, False), (2, True)]
+    assert sorted(rides) == ASIDES * [(1, False)] + ASIDES * [(1, True)] + ASIDES * [(2, False)] + ASIDES * [(2, True)]
     assert (first, further) == pytest.approx((0.008, 0.010))
     bench = _Bench(engine, Cells(tmp_path / "others", {}), lambda *_: None)
     assert bench.aside(2, 16, dear) == (0.0, 0.0)
