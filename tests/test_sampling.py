@@ -513,14 +513,17 @@ def test_rows_keep_to_themselves():
         np.testing.assert_array_equal(alone_y[0], y[row])
 
 
-def test_argmax_is_numpys():
+@pytest.mark.parametrize("vocab", [257, 320, 1024])  # whole, and in blocks of 64 and 256
+def test_argmax_is_numpys(vocab):
     """The lowest of equals; where something is NaN, the first NaN, and never an id outside the vocabulary."""
-    logits = np.random.default_rng(0).integers(-3, 3, (40, 257)).astype(np.float32)
+    logits = np.random.default_rng(0).integers(-3, 3, (40, vocab)).astype(np.float32)
     logits[1:4, ::50] = np.nan
     logits[4] = -np.inf
     logits[5, 200] = np.inf
     logits[6] = np.nan
-    got = jax.jit(sampling.argmax)(logits.reshape(8, 5, 257))
+    logits[7, [70, 200]] = 9  # equals in two blocks
+    logits[8, -1] = 9
+    got = jax.jit(sampling.argmax)(logits.reshape(8, 5, vocab))
     assert got.dtype == jnp.int32
     np.testing.assert_array_equal(got.reshape(-1), logits.argmax(axis=-1))
 

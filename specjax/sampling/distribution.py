@@ -124,7 +124,9 @@ def argmax(logits: Float[Array, "*rows v"]) -> Int[Array, "*rows"]:
 def _argmax_by_blocks(logits) -> Array:
     """XLA's CPU backend goes through an argmax number by number; a largest number it finds by vectors."""
     vocab = logits.shape[-1]
-    size = next((size for size in (256, 128, 64) if vocab % size == 0), 1)
+    size = next((size for size in (256, 128, 64) if vocab % size == 0 and vocab > size), None)
+    if size is None:
+        return _first_largest(logits)
     blocks = logits.reshape(*logits.shape[:-1], vocab // size, size)
     block = _first_largest(jnp.max(blocks, axis=-1))
     inside = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)[..., 0, :]
