@@ -6,6 +6,11 @@
 #include <string.h>
 
 #include "xla/ffi/api/c_api.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -47,6 +52,25 @@ typedef Halves UnalignedHalves __attribute__((aligned(2), may_alias));
 INLINE Vector load(const float* from) { return *(const UnalignedVector*)from; }
 INLINE void store(float* to, Vector v) { *(UnalignedVector*)to = v; }
 INLINE Vector all(float x) { return x - (Vector){0}; }
+
+/* a * b + c, rounded once where the processor can. Said here and not left to the compiler, which fuses some loops and
+ * not others: a number must not depend on which of them it was summed in. */
+#if defined(__AVX512F__)
+INLINE Vector fused(Vector a, Vector b, Vector c) { return (Vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif defined(__AVX__) && defined(__FMA__)
+INLINE Vector fused(Vector a, Vector b, Vector c) { return (Vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#elif defined(__aarch64__)
+INLINE Vector fused(Vector a, Vector b, Vector c) {
+  return (Vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#else
+INLINE Vector fused(Vector a, Vector b, Vector c) { return a * b + c; }
+#endif
+#if defined(__FMA__) || defined(__aarch64__)
+INLINE float fused_one(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+INLINE float fused_one(float a, float b, float c) { return a * b + c; }
+#endif
 
 INLINE float widened(uint16_t bfloat16) {
   uint32_t bits = (uint32_t)bfloat16 << 16;

@@ -30,13 +30,13 @@ INLINE void tile_float(const float* w, const float* x, float* y, int64_t inner, 
     UNROLL for (int r = 0; r < rows; r++) {
       Vector values = load(x + r * inner + k);
       HOLD(values);
-      UNROLL for (int o = 0; o < outputs; o++) sums[o][r] += weights[o] * values;
+      UNROLL for (int o = 0; o < outputs; o++) sums[o][r] = fused(weights[o], values, sums[o][r]);
     }
   }
   UNROLL for (int o = 0; o < outputs; o++)
     UNROLL for (int r = 0; r < rows; r++) {
       float total = sum(sums[o][r]);
-      for (int64_t i = k; i < inner; i++) total += w[o * inner + i] * x[r * inner + i];
+      for (int64_t i = k; i < inner; i++) total = fused_one(w[o * inner + i], x[r * inner + i], total);
       y[r * outer + o] = total;
     }
 }
@@ -61,14 +61,14 @@ INLINE void tile_bfloat16(const uint16_t* w, const float* x, float* y, int64_t i
       UNROLL for (int r = 0; r < rows; r++) {
         Vector values = load(x + r * inner + k + odd * LANES);
         HOLD(values);
-        UNROLL for (int o = 0; o < outputs; o++) sums[o][r] += weights[o] * values;
+        UNROLL for (int o = 0; o < outputs; o++) sums[o][r] = fused(weights[o], values, sums[o][r]);
       }
     }
   }
   UNROLL for (int o = 0; o < outputs; o++)
     UNROLL for (int r = 0; r < rows; r++) {
       float total = sum(sums[o][r]);
-      for (int64_t i = k; i < inner; i++) total += widened(w[o * inner + i]) * x[r * inner + i];
+      for (int64_t i = k; i < inner; i++) total = fused_one(widened(w[o * inner + i]), x[r * inner + i], total);
       y[r * outer + o] = total;
     }
 }

@@ -72,7 +72,8 @@ INLINE void score(const Attention* a, Piece* p, const int i, const Block* block,
     UNROLL for (int j = 0; j < LANES; j++) {
       int64_t at = (s + (j < left ? j : 0)) * block->stride;
       sums[j] = load_as(block->keys, at, wide) * load(q);
-      UNROLL for (int64_t d = LANES; d < dim; d += LANES) sums[j] += load_as(block->keys, at + d, wide) * load(q + d);
+      UNROLL for (int64_t d = LANES; d < dim; d += LANES)
+        sums[j] = fused(load_as(block->keys, at + d, wide), load(q + d), sums[j]);
     }
     store(scores + s, sums_of(sums));
     for (int64_t j = left; j < LANES; j++) scores[s + j] = -INFINITY;
@@ -128,8 +129,8 @@ INLINE void add_values(Piece* p, int i, const Block* block, int64_t d, const int
       HOLD(values[n]);
     }
     UNROLL for (int j = 0; j < queries; j++) {
-      float weight = p->weights[i + j][s];
-      UNROLL for (int n = 0; n < vectors; n++) sums[j][n] += values[n] * weight;
+      Vector weight = all(p->weights[i + j][s]);
+      UNROLL for (int n = 0; n < vectors; n++) sums[j][n] = fused(values[n], weight, sums[j][n]);
     }
   }
   UNROLL for (int j = 0; j < queries; j++)
