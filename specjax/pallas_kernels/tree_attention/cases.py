@@ -158,21 +158,26 @@ def quick() -> tuple[Case, ...]:
 
 @functools.cache
 def sweep() -> tuple[Case, ...]:
-    """Head widths x ratios, layouts x windows x softcap x batch patterns, and trees of 2 to 128 nodes."""
+    """Head widths, both types and two ratios each; layouts, windows, softcaps and batch patterns, of which any
+    two values meet in some case (pairwise testing; all combinations would be many more); trees of 2 to 128 nodes.
+    """
     found = []
-    for dim, (heads, groups) in itertools.product((64, 80, 96, 128, 192, 256), ((4, 4), (4, 1), (14, 2), (3, 1))):
-        dtype = "bfloat16" if (dim // 16 + heads) % 2 else "float32"
-        found.append(Case((150, 3), (6, 4), 6, heads=heads, groups=groups, dim=dim, page=16, dtype=dtype, fill=NAN))
-    for page, window, softcap in itertools.product((None, 16, 64, 128), (None, 1, 24, 200), (None, 5.0)):
-        at = len(found) % len(_EDGES)
+    ratios = ((4, 4), (4, 1), (14, 2), (3, 1))
+    for at, dim in enumerate((64, 80, 96, 128, 192, 256)):
+        for turn, dtype in enumerate(("float32", "bfloat16")):
+            heads, groups = ratios[(at + 2 * turn + at // 4) % 4]
+            found.append(Case((150, 3), (6, 4), 6, heads=heads, groups=groups, dim=dim, page=16, dtype=dtype, fill=NAN))
+    for (i, page), (j, window) in itertools.product(enumerate((None, 16, 64, 128)), enumerate((None, 1, 24, 200))):
+        at = (i + j) % len(_EDGES)
         shape = {"heads": 4, "groups": 2, "dim": 128, "slots": 768 if page is None else 640}
+        softcap = 5.0 if (i + j // 2) % 2 else None
         found.append(
             Case(_EDGES[at], _RAGGED[at], 7, page=page, window=window, softcap=softcap, seed=at, fill=NAN, **shape)
         )
     for seed, width in enumerate((2, 3, 31, 32, 33, 64, 65, 127, 128)):
-        for page in (None, 32):
-            found.append(Case((70 * seed,), (width,), width, page=page, slots=768, seed=seed))
-            found.append(Case((300, 5), (width, width // 2), width, page=page, dtype="bfloat16", seed=seed))
+        one, two = (None, 32)[:: 1 if seed % 2 else -1]
+        found.append(Case((70 * seed,), (width,), width, page=one, slots=768, seed=seed))
+        found.append(Case((300, 5), (width, width // 2), width, page=two, dtype="bfloat16", seed=seed))
     for seed, committed in enumerate((0, 1, 511, 512)):
         found.append(Case((committed,), (1,), 1, dim=128, slots=768, seed=seed, fill=NAN))
         found.append(Case((committed,) * 2, (4, 4), 4, dim=128, chain=True, page=256, slots=768, seed=seed))
