@@ -2,13 +2,14 @@
 
 import dataclasses
 import inspect
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from specjax import __version__
-from specjax.cli import flags
+from specjax.cli import flags, host_memory
 from specjax.cli.main import COMMANDS, main
 from specjax.config import ConfigError
 from specjax.engine.engine import Engine
@@ -46,6 +47,17 @@ def test_usage_errors(argv, capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"specjax {__version__}\n"
+
+
+def test_memory_is_kept_in_a_process_of_its_own_alone(monkeypatch, capsys):
+    """A caller's process keeps its own ways."""
+    kept = []
+    monkeypatch.setattr(host_memory, "keep", lambda: kept.append("keep"))
+    monkeypatch.setattr(signal, "signal", lambda *args: kept.append("signal"))
+    monkeypatch.setattr(sys, "argv", ["specjax", "--version"])
+    assert main(["--version"]) == 0 and not kept
+    assert main() == 0 and sorted(kept) == ["keep", "signal"]
+    assert capsys.readouterr().out.count(__version__) == 2
 
 
 def test_help_needs_no_jax():
