@@ -18,21 +18,24 @@ if TYPE_CHECKING:
     from specjax.engine.engine import Engine
     from specjax.sampling import SamplingParams
 
+STEADY = 2  # conversations a row that make a load steady
+
 HELP = """Measure drafters against plain decoding.
 
   specjax bench --prompts configs/prompts/demo.jsonl --drafters none,ngram,suffix
   specjax bench --prompts mine.jsonl --drafters ngram --repeats 5 --json out.json --plot out.png
-  specjax bench --prompts mine.jsonl --batch 8 --temperature 0.7
+  specjax bench --prompts mine.jsonl --batch 8 --times 4 --temperature 0.7
   specjax bench --prompts configs/prompts/heldout.jsonl --drafters all
   specjax bench --prompts configs/prompts/classes.jsonl --drafters none,ngram,eagle3,auto --limit 4
 
 Engines share the target's weights and take turns, so that a drifting clock hits all alike. Compilation and prefill are
 not counted; `with prefill` is the ratio to plain where the latter is. Medians over the repeats, with minimum and
 maximum; from three repeats on, the 95 % confidence interval of the mean ratio to plain. `auto` is also compared with
-the fixed drafter that was best in each category, in hindsight. With --batch, give each category several prompts a row:
-where few are left, drafts that end some answers early leave rows empty (`rows busy`). Above temperature 0 every
-request has a seed, the same for all engines. --json is written after each repeat. Exit code 1 if float32 tokens differ
-from plain's at temperature 0."""
+the fixed drafter that was best in each category, in hindsight. With --batch, a category of at least two conversations a
+row (--times asks them several times) is a steady load: rounds count while every row has a request (`steady`: that share
+of the time), as drafts end some answers early, and leave their rows empty only where nobody waits. Above temperature 0
+every request has a seed, the same for all engines. --json is written after each repeat. Exit code 1 if float32 tokens
+differ from plain's at temperature 0."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -48,6 +51,9 @@ class Bench(flags.EngineFlags):
     n-gram by itself and grafted on EAGLE-3's chains."""
     limit: Annotated[int | None, flags.text("N")] = None
     """Take the first N conversations of each category only."""
+    times: Annotated[int, flags.text("N")] = 1
+    """Ask every conversation so many times in a repeat: a steady load for a batch that has more rows than a category
+    has conversations. Not with a drafter that remembers answers (suffix)."""
     max_tokens: Annotated[int, flags.text("N")] = 128
     """Most tokens of an answer."""
     repeats: Annotated[int, flags.text("R")] = 3
@@ -72,10 +78,14 @@ class Bench(flags.EngineFlags):
             raise ValueError(f"--repeats must be at least 1, got {self.repeats}")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"--limit must be at least 1, got {self.limit}")
+        if self.times < 1:
+            raise ValueError(f"--times must be at least 1, got {self.times}")
         self._check_outputs()
         conversations = _first(prompts.read(self.prompts), self.limit)
         params = SamplingParams(max_tokens=self.max_tokens, temperature=self.temperature)
         run, drafters = self.run_config(), self._drafters()
+        if self.times > 1 and (remembering := [name for name, own in drafters.items() if _remembers(own)]):
+            raise ValueError(f"--times asks for answers again, which {', '.join(remembering)} would remember")
         plain = flags.load_engine(
             run.model_copy(update={"drafter": NoDrafter()}),
             quiet=False,
@@ -92,6 +102,7 @@ class Bench(flags.EngineFlags):
             "target": about["target"],
             "prompts": self.prompts,
             "conversations": len(conversations),
+            "times": self.times,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "batch": run.batch,
@@ -108,7 +119,7 @@ class Bench(flags.EngineFlags):
             return found
 
         with _progress() as tick:
-            samples = measure(engines, conversations, params, self.repeats, tick, done=figures)
+            samples = measure(engines, conversations, params, self.repeats, tick, done=figures, times=self.times)
         found = figures(samples)
         texts = [
             plain.encode(_first_prompt(next(c for c in conversations if c.category == name))) + sample.ids[0]
@@ -165,19 +176,22 @@ def measure(
     repeats: int,
     tick: Callable[[str, int], Any],
     done: Callable[[report.Samples], Any] = lambda samples: None,
+    times: int = 1,
 ) -> report.Samples:
-    """Answer everything with every engine, `repeats` times; the order turns round each time.
+    """Answer everything with every engine, `repeats` times; the order of engines turns round each time.
 
+    Categories take turns in being the first: what an engine costs until it knows its load falls on none of them alone.
     An engine forgets its earlier requests before each repeat: a drafter that learns from answers must not have seen
     the very ones that it is measured on.
 
     Args:
         engines: by name.
         conversations: what to answer.
-        params: of every request; above temperature 0 each repeat gives each conversation a seed.
+        params: of every request; above temperature 0 each repeat gives each conversation a seed, each time.
         repeats: how often.
         tick: called with what begins, and the number of such steps.
         done: called with the samples so far after each repeat.
+        times: that every conversation is answered in a repeat.
 
     Returns:
         By drafter, for each repeat, a sample of each category.
@@ -191,11 +205,12 @@ def measure(
     for repeat in range(repeats):
         for name in list(engines)[:: 1 if repeat % 2 == 0 else -1]:
             engines[name].reset()
+            first = repeat % len(categories)
             taken = {}
-            for category, group in groups.items():
+            for category in (*categories[first:], *categories[:first]):
                 tick(f"{name}, {category}", total)
-                taken[category] = _sample(engines[name], group, params, repeat)
-            samples[name].append(taken)
+                taken[category] = _sample(engines[name], groups[category] * times, params, repeat * times)
+            samples[name].append({category: taken[category] for category in categories})
         done(samples)
     return samples
 
@@ -211,19 +226,23 @@ def _first(conversations: list[Conversation], limit: int | None) -> list[Convers
     return kept
 
 
-def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams", repeat: int) -> Sample:
+def _sample(engine: "Engine", group: list[Conversation], params: "SamplingParams", run: int) -> Sample:
+    """A sample of conversations, of which the same one may come several times; `run` counts such runs."""
     seeds: list[int | None] = [None] * len(group)
     if params.temperature > 0:
-        seeds = [repeat * 1_000_003 + conversation.line for conversation in group]
+        lines = [conversation.line for conversation in group]
+        seeds = [(run + lines[:place].count(line)) * 1_000_003 + line for place, line in enumerate(lines)]
     about, started, counters = engine.describe(), perf_counter(), engine.counters
-    before = counters.decode_s, counters.rounds
+    before = dataclasses.replace(counters)
     answers = prompts.answer(engine, group, params, seeds=seeds)
     wall = perf_counter() - started
     results = [result for turns in answers for result in turns]
     if about["batch"] == 1:
         return Sample.of_each(results, about, wall)
-    rows = (counters.rounds - before[1]) * about["batch"]
-    return Sample.of_batch(results, counters.decode_s - before[0], wall, rows)
+    rows = (counters.rounds - before.rounds) * about["batch"]
+    full = counters.full_tokens - before.full_tokens, counters.full_s - before.full_s
+    steady = full if len(group) >= STEADY * about["batch"] and full[1] else None
+    return Sample.of_batch(results, counters.decode_s - before.decode_s, wall, rows, steady)
 
 
 def _all(target: str) -> dict[str, DrafterConfig]:
@@ -237,6 +256,12 @@ def _all(target: str) -> dict[str, DrafterConfig]:
         found["hybrid"] = config.drafter("hybrid")
         members = ["ngram", {"kind": "hybrid", "model": {"kind": "eagle3", "topk": 1}}]
     return found | {"auto": config.drafter({"kind": "auto", "of": members})}
+
+
+def _remembers(drafter: DrafterConfig) -> bool:
+    """Whether a drafter, or a part or member of it, looks up what other requests were answered."""
+    parts = [getattr(drafter, "lookup", None), getattr(drafter, "model", None), *getattr(drafter, "of", ())]
+    return getattr(drafter, "kind", None) == "suffix" or any(_remembers(p) for p in parts if hasattr(p, "kind"))
 
 
 def _first_prompt(conversation: Conversation) -> list[dict[str, Any]]:

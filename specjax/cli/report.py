@@ -29,6 +29,8 @@ class Sample:
         ids: the answers' tokens.
         read_bytes: bytes that the target passes read; None for a batch, whose requests share passes.
         busy: share of the batch's rows that held a request, over the rounds.
+        steady: tokens and seconds of the rounds in which every row held one: what a server under that load has all the
+            time. None where there were too few requests to tell.
     """
 
     seconds: float
@@ -38,6 +40,7 @@ class Sample:
     ids: list[list[int]]
     read_bytes: float | None
     busy: float = 1.0
+    steady: tuple[int, float] | None = None
 
     @classmethod
     def of_each(cls, results: list["Result"], about: dict[str, Any], wall: float) -> "Sample":
@@ -55,7 +58,14 @@ class Sample:
         )
 
     @classmethod
-    def of_batch(cls, results: list["Result"], seconds: float, wall: float, rows: int) -> "Sample":
+    def of_batch(
+        cls,
+        results: list["Result"],
+        seconds: float,
+        wall: float,
+        rows: int,
+        steady: tuple[int, float] | None = None,
+    ) -> "Sample":
         """Requests that ran together: `seconds` of rounds, which had room for `rows`; `wall` seconds of everything."""
         return cls(
             seconds=seconds,
@@ -65,6 +75,7 @@ class Sample:
             ids=[r.token_ids for r in results],
             read_bytes=None,
             busy=sum(r.spec.rounds for r in results) / rows if rows else 1.0,
+            steady=steady,
         )
 
     @classmethod
@@ -72,6 +83,7 @@ class Sample:
         """Several samples as one."""
         samples = list(samples)
         read = [s.read_bytes for s in samples if s.read_bytes is not None]
+        steady = [s.steady for s in samples if s.steady is not None]
         return cls(
             seconds=sum(s.seconds for s in samples),
             tokens=sum(s.tokens for s in samples),
@@ -80,12 +92,14 @@ class Sample:
             ids=[ids for s in samples for ids in s.ids],
             read_bytes=sum(read) if len(read) == len(samples) else None,
             busy=sum(s.busy * s.seconds for s in samples) / max(sum(s.seconds for s in samples), 1e-9),
+            steady=(sum(n for n, _ in steady), sum(s for _, s in steady)) if len(steady) == len(samples) else None,
         )
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second; None where nothing was decoded."""
-        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
+        """Tokens per second, under steady load where that is known; None where nothing was decoded."""
+        tokens, seconds = self.steady or (self.tokens, self.seconds)
+        return tokens / seconds if tokens and seconds > 0 else None
 
     @property
     def whole_speed(self) -> float:
@@ -170,6 +184,9 @@ def _figures(mine: list[Sample], plain: list[Sample], parameters: float) -> dict
         "ratio_to_plain_interval": _interval(ratios),
         **_spread("ratio_with_prefill", whole),
         "rows_busy": statistics.fmean(sample.busy for sample in mine),
+        "steady": statistics.fmean(s.steady[1] / s.seconds for s in mine if s.steady and s.seconds)
+        if any(s.steady for s in mine)
+        else None,
         **_spread("read_gb_s", [s.read_bytes / s.seconds / 1e9 for s in mine if s.read_bytes and s.seconds]),
         **_spread(
             "gflop_s", [2 * parameters * n / s.seconds / 1e9 for n, s in zip(rows, mine, strict=True) if s.seconds]
@@ -229,7 +246,7 @@ def show(found: dict[str, Any]) -> None:
         f"{settings['target']}, {machine['dtype']}, on {machine['device']} ({machine['cpu']}, {machine['cores']} "
         f"cores); jax {machine['jax']}; batch {settings['batch']}, context {settings['context']}, temperature "
         f"{settings['temperature']}, up to {settings['max_tokens']} tokens, {settings['conversations']} conversations "
-        f"of {settings['prompts']}, {settings['repeats']} repeats"
+        f"of {settings['prompts']}, {settings['times']} times, {settings['repeats']} repeats"
     )
     console.print(f"ceiling: reads {machine['read_gb_s']:.1f} GB/s, products {machine['gflop_s']:.0f} GFLOP/s")
     table = Table(
@@ -243,6 +260,7 @@ def show(found: dict[str, Any]) -> None:
         "ratio to plain, 95 %",
         "with prefill",
         "rows busy",
+        "steady",
     )
     for drafter in found["drafters"]:
         differ = drafter["different_answers"]
@@ -266,6 +284,7 @@ def show(found: dict[str, Any]) -> None:
             "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}",
             _range(drafter, "ratio_with_prefill", ".2f"),
             f"{drafter['rows_busy']:.0%}",
+            _number(drafter["steady"], ".0%"),
         )
     console.print(table)
     console.print(answers)

@@ -20,6 +20,8 @@ class Counters:
         spec: rounds, drafts and accepted drafts of all requests, those that still run included.
         prefill_s: seconds of prefill, each request from its insertion to its first token.
         decode_s: seconds of rounds, from the end of prefill to the tokens on the host.
+        full_s: of these, of rounds in which every row of the batch held a request.
+        full_tokens: what such rounds generated.
     """
 
     requests: int = 0
@@ -30,18 +32,22 @@ class Counters:
     spec: SpecStats = dataclasses.field(default_factory=SpecStats)
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    full_s: float = 0.0
+    full_tokens: int = 0
+    _full: bool = False
     _since: float = 0.0
 
     def begin(self) -> None:
         """Prefill is done, rounds begin."""
         self._since = time.perf_counter()
 
-    def round(self) -> None:
-        """The tokens of a round are on the host."""
+    def round(self, full: bool) -> None:
+        """The tokens of a round are on the host; `full`: every row of the batch held a request."""
         now = time.perf_counter()
         self.rounds += 1
         self.decode_s += now - self._since
-        self._since = now
+        self.full_s += (now - self._since) * full
+        self._since, self._full = now, full
 
     def took(self, request: Request, kept: int, drafted: int | None) -> None:
         """`kept` tokens of a request came out of a round that verified `drafted` drafts of it; None: of its prefill."""
@@ -52,6 +58,7 @@ class Counters:
             self.prefill_s += request.first_token - request.started
         else:
             self.spec.add_round(drafted=drafted, accepted=kept - 1)
+            self.full_tokens += kept * self._full
 
     @property
     def tokens_per_s(self) -> float:

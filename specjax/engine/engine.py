@@ -382,7 +382,7 @@ class Engine:
 
     def _collect(self, emitted: Emitted, live: np.ndarray) -> list[tuple[int, Chunk]]:
         """Hand the tokens of a round to their requests."""
-        self.counters.round()
+        self.counters.round(full=len(self.scheduler.running) == self.config.batch)
         events = []
         for row in list(self.scheduler.running):
             if emitted.counts[row]:

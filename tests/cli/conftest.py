@@ -60,7 +60,8 @@ class FakeEngine:
         self.asked.append(prompts)
         each = list(params) if isinstance(params, list) else [params] * len(prompts)
         self.params_given.append(each)
-        return [self._result(prompt, own) for prompt, own in zip(prompts, each, strict=True)]
+        left = range(len(prompts) - 1, -1, -1)
+        return [self._result(*one, waiting=more > 0) for *one, more in zip(prompts, each, left, strict=True)]
 
     def results(self, prompts, params=None, *, raw=False):
         yield from self.generate(prompts, params, raw=raw)
@@ -70,7 +71,7 @@ class FakeEngine:
         yield Chunk(result.text[:2], result.token_ids[:2])
         yield Chunk(result.text[2:], result.token_ids[2:], result)
 
-    def _result(self, prompt, params):
+    def _result(self, prompt, params, waiting=False):
         text = (prompt if isinstance(prompt, str) else prompt[-1]["content"]).split()[-1][: params.max_tokens]
         spec, left = SpecStats(), len(text) - 1
         while left:
@@ -81,6 +82,9 @@ class FakeEngine:
         self.counters.tokens += len(text)
         self.counters.decode_s += spec.rounds * PLAIN_STEP
         self.counters.rounds += spec.rounds
+        if waiting:
+            self.counters.full_tokens += len(text) - 1
+            self.counters.full_s += spec.rounds * PLAIN_STEP
         shift = self.offset if self.run.drafter.kind != "none" else 0
         ids = [ord(letter) + shift for letter in text]
         logprobs = [TokenLogprob(token=i, logprob=-0.5, rank=1, top=((i, -0.5),)) for i in ids]

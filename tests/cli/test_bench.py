@@ -75,7 +75,27 @@ def test_requests_that_run_together_are_compared_by_their_rounds(prompt_set, eng
     assert ngram["ratio_to_plain"] == pytest.approx(16 / 9)
     assert ngram["ratio_with_prefill"] > 0
     assert ngram["rows_busy"] == pytest.approx(0.5)  # the fake runs one request after the other
+    assert ngram["steady"] is None  # two conversations of two rows
     assert "with prefill" in capsys.readouterr().out
+
+
+def test_under_a_steady_load_rounds_count_while_every_row_has_a_request(tmp_path, engines, capsys):
+    """The last request, whose rows beside it are empty, is the fastest here, and left out."""
+    path = tmp_path / "set.jsonl"
+    path.write_text("\n".join(json.dumps({"turns": [f"say {word}"]}) for word in ("no", "no", "no", "hippopotamus")))
+    _, found = run(path, "--repeats", "1", "--batch", "2", "--drafters", "none,ngram")
+    _, ngram = found["drafters"]
+    assert ngram["tokens_per_s"] == pytest.approx(100)  # three answers of a round each for a token; 100 for plain, too
+    assert ngram["ratio_to_plain"] == pytest.approx(1)
+    assert ngram["steady"] == pytest.approx(3 / 9)
+    assert "33%" in capsys.readouterr().out
+    _, found = run(path, "--repeats", "1", "--batch", "4", "--drafters", "none,ngram", "--times", "2")
+    _, ngram = found["drafters"]
+    assert found["settings"]["times"] == 2 and ngram["answers"] == 8
+    assert ngram["tokens_per_s"] == pytest.approx((6 + 11) / (6 + 6) * 100)
+    _, found = run(path, "--repeats", "1", "--batch", "4", "--drafters", "none,ngram")
+    _, ngram = found["drafters"]
+    assert ngram["steady"] is None and ngram["tokens_per_s"] == pytest.approx((3 + 11) / (3 + 6) * 100)
 
 
 def test_prefill_counts_where_it_is_asked_for():
@@ -114,6 +134,13 @@ def test_limit_takes_the_first_of_each_category(prompt_set, engines):
     assert not any("nothing" in str(prompt) for prompt in engines.made[0].asked)
 
 
+def test_categories_take_turns_in_being_the_first(prompt_set, engines, capsys):
+    _, found = run(prompt_set, "--repeats", "3", "--drafters", "none")
+    begun = [line.split(", ")[1] for line in capsys.readouterr().err.splitlines() if "none, " in line]
+    assert begun == ["short", "long", "long", "short", "short", "long"]
+    assert list(found["drafters"][0]["by_category"]) == ["short", "long"]
+
+
 def test_seeds_are_each_conversations_own_and_the_same_for_all_engines(prompt_set, engines):
     run(prompt_set, "--temperature", "0.8", "--repeats", "2", "--drafters", "none,ngram")
     plain, ngram = ([p.seed for params in e.params_given[1:] for p in params] for e in engines.every)
@@ -122,6 +149,14 @@ def test_seeds_are_each_conversations_own_and_the_same_for_all_engines(prompt_se
     assert len(set(plain)) == 4
     run(prompt_set, "--repeats", "1", "--drafters", "none")
     assert {p.seed for params in engines.every[-1].params_given[1:] for p in params} == {None}
+
+
+def test_a_conversation_that_comes_again_has_another_seed_each_time(prompt_set, engines):
+    run(prompt_set, "--temperature", "0.8", "--repeats", "2", "--drafters", "none", "--times", "3")
+    seeds = [p.seed for params in engines.made[0].params_given[1:] for p in params]
+    first = seeds[:3]
+    assert len(first) == len(set(first)) == 3
+    assert len(set(seeds)) == 2 * 3 * 2  # two repeats of three times, two lines; the turns of a line share its seed
 
 
 def test_figures_are_written_after_each_repeat(prompt_set, engines, monkeypatch):
@@ -283,6 +318,12 @@ def test_metrics_are_of_the_last_repeat_by_drafter(prompt_set, engines, tmp_path
     [
         (["--repeats", "0"], "--repeats must be at least 1"),
         (["--limit", "0"], "--limit must be at least 1"),
+        (["--times", "0"], "--times must be at least 1"),
+        (["--times", "2"], "--times asks for answers again, which suffix would remember"),
+        (
+            ["--times", "2", "--drafters", "auto", "--set", "drafter.kind=auto", "--set", "drafter.of=[suffix]"],
+            "auto would",
+        ),
         (["--json", "nowhere/out.json"], "its folder does not exist"),
         (["--plot", "out.xyz"], "names no kind of picture"),
         (["--metrics", "nowhere/out.prom"], "its folder does not exist"),

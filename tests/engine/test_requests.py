@@ -232,6 +232,21 @@ def test_counters_and_times():
     assert timing.tokens_per_s == pytest.approx(12 / timing.decode_s)
 
 
+def test_rounds_with_all_rows_full_are_counted_apart():
+    """Six requests in four rows, plainly: of 2, 5, 3, 4, 3 and 6 tokens, the first of each prefill's."""
+    engine = tables.engine(TABLE)
+    engine.reset()
+    budgets = [2, 5, 3, 4, 3, 6]
+    prompts = [[1], [2], [3], [4], [5], [6]]
+    engine.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in budgets])
+    counters = engine.counters
+    # The first ends after a round and the fifth follows, the third after two and the sixth follows; the fourth and the
+    # fifth end after three, and nobody waits.
+    assert counters.full_tokens == 3 * 4
+    assert counters.rounds == 2 + 5
+    assert 0 < counters.full_s < counters.decode_s
+
+
 def test_describe():
     engine = tables.engine(TABLE)
     said = engine.describe()
