@@ -117,7 +117,7 @@ class Books:
             self.drafted[kind] += drafted
             self.accepted[kind] += accepted
         for kind in self.missed:
-            on = kind == decision.shape.kind or (decision.shadow is not None and kind == decision.shadow.kind)
+            on = kind in {made.kind for made in (decision.shape, decision.shadow, decision.beside) if made is not None}
             missed = self.missed[kind] + float(live + accepted)
             self.missed[kind] = 0.0 if on else min(missed, float(self.ring * live))
         tokens = live + float(accepted)

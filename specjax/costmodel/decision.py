@@ -24,6 +24,8 @@ class Decision:
         shadow: a shape to draft beside a plain round, or before `shape` is drafted. The tokens that come anyway tell
             its acceptance; none of it is verified, unless its scores say that it should be (`Planner.fit`).
         ride: the shadow was made because it costs next to nothing, and not to learn from it.
+        beside: `shape`, where it is drafted right behind the shadow and not only when that promises less: a wait is
+            saved, and its time lost where the shadow is verified.
         going: tokens per second that a round has to beat to be worth its time, where that is not this round's rate.
         runner_up: the next best shape, and its rate; for a trial the best one.
     """
@@ -37,6 +39,7 @@ class Decision:
     reason: str
     shadow: DraftShape | None = None
     ride: bool = False
+    beside: DraftShape | None = None
     going: float | None = None
     runner_up: tuple[DraftShape, float] | None = None
 

@@ -26,6 +26,7 @@ from specjax.costmodel.view import Choice, View
 from specjax.draft import PLAIN, DraftShape
 
 AGEING = 8  # rounds by which what is known grows older at a time: it costs as much for one
+LOOKS = 32  # draft lookups over which it is reckoned how many of them are verified
 DOUBT = 0.7  # deviations of each depth at once: they are independent, so their sum deviates by less than theirs
 
 
@@ -70,6 +71,7 @@ class Planner:
         self.books = Books(table, self.menu, ring)
         self._trials = Trials(self.books)
         self._forest = Forest(self.menu, self.acceptance)
+        self._found = 0.5  # share of lookups before a dear draft that were verified, of late
 
     def start(self, row: int, temperature: float = 0.0) -> None:
         """A new request decodes in a row of the batch."""
@@ -138,7 +140,7 @@ class Planner:
                 seconds=float(self.prices.seconds(quote)[index, quote.least]),
                 tokens=float(len(rows)),
             )
-            return self._looked(decision, plain, len(rows)) if decision.looks else plain
+            return self._looked(decision, plain, len(rows), context) if decision.looks else plain
         if nodes is None:
             rates = self.acceptance.rates(rows, curve=int(self._forest.of[index]))
             chances = self._forest.nodes(index, reached(rates)[:, 0])
@@ -163,13 +165,13 @@ class Planner:
         )
         if shape != decision.shape and choice > 0:
             fitted = dataclasses.replace(fitted, shape=shape, shadow=None, reason="scores")
-        return self._looked(decision, fitted, len(rows)) if decision.looks else fitted
+        return self._looked(decision, fitted, len(rows), context) if decision.looks else fitted
 
     def extra(self, decision: Decision, live: int, context: float) -> float:
-        """Seconds that a round takes beside its shape: to take the shape up, and for a shadow draft."""
-        shadow = decision.shadow
+        """Seconds that a round takes beside its shape: to take the shape up, and for drafts that are not verified."""
         entry = 0.0 if decision.reason == "scores" else self.books.entry(decision.shape)
-        return entry + (self.books.shadow(shadow, self.prices.quote(live, context)) if shadow else 0.0)
+        others = {decision.shadow, decision.beside} - {None, decision.shape}
+        return entry + sum(self.books.shadow(other, self.prices.quote(live, context)) for other in others if other)
 
     # ---------------------------------------------------------------- learning
 
@@ -293,7 +295,8 @@ class Planner:
 
         Beside a plain round it is verified if its scores promise enough. Before a shape that has its price it may save
         it; and where the cheap shape is the choice itself, a dear one that beats plain waits for the rounds in which
-        there is nothing cheap. What the two expect apart is compared when the cheap draft is there.
+        there is nothing cheap. What the two expect apart is compared when the cheap draft is there. Where that is
+        seldom the better one, the dear one is drafted right behind it.
         """
         cheap = self._trials.cheap(view)
         going = choice.rate
@@ -305,11 +308,18 @@ class Planner:
                 return self._decision(view, choice, reason, second)
         else:
             ride = self._trials.ride(view, cheap)
-            if ride is None or (choice.index and not self._worth_a_look(view, ride, choice)):
+            waits = choice.index and not self._behind(view.quote, choice)
+            if ride is None or (waits and not self._worth_a_look(view, ride, choice)):
                 return self._decision(view, choice, reason, second)
             look = ride
         decision = self._decision(view, choice, reason, second, shadow=self.menu[look], ride=True)
-        return dataclasses.replace(decision, going=going)
+        beside = decision.shape if choice.index and self._behind(view.quote, choice) else None
+        return dataclasses.replace(decision, beside=beside, going=going)
+
+    def _behind(self, quote: Quote, choice: Choice) -> bool:
+        """Whether a dear shape, drafted behind every lookup, loses less than by waiting for what that says."""
+        drafting = self.books.shadow(self.menu[choice.index], quote)
+        return self._found * drafting < (1 - self._found) * self.prices.table.fixed
 
     def _worth_a_look(self, view: View, look: int, choice: Choice) -> bool:
         """Whether drafting a cheap shape first gains more than a dear one's wait for it loses."""
@@ -317,18 +327,24 @@ class Planner:
         tokens, seconds = len(view.rows) + view.totals[look] / live, view.seconds[look, view.full[look]]
         return live * (tokens - choice.rate * seconds) > (1 - live) * choice.rate * self.prices.table.fixed
 
-    def _looked(self, decision: Decision, cheap: Decision, live: int) -> Decision:
+    def _looked(self, decision: Decision, cheap: Decision, live: int, context: float) -> Decision:
         """What to do now that the cheap draft is there: `cheap`, which verifies of it what pays, or the shape itself.
 
         The higher rate wins, whatever rate is usual: stretches of text in which one drafter does better than the other
         have their lengths in tokens, and are to be left behind in the shortest time.
         """
         table, kind = self.prices.table, decision.shape.kind
-        waits = self.books.missed[kind] > live * (1 + max(shape.depth for shape in self.menu))
-        seconds = decision.seconds + table.fixed + waits * table.catch_up_time(kind, self.books.missed[kind])
-        if decision.tokens / seconds > cheap.rate:
+        if decision.beside is None:
+            waits = self.books.missed[kind] > live * (1 + max(shape.depth for shape in self.menu))
+            seconds = decision.seconds + table.fixed + waits * table.catch_up_time(kind, self.books.missed[kind])
+        else:  # it is drafted already
+            seconds = decision.seconds - self.books.shadow(decision.shape, self.prices.quote(live, context))
+        dear = decision.tokens > cheap.rate * seconds
+        self._found += ((not dear) - self._found) / LOOKS
+        if dear:
             # Requests may have ended since it was made; what each gets is decided when the draft is there.
-            return dataclasses.replace(decision, shadow=None, ride=False, going=None, budgets=np.ones(live, int))
+            told = {"shadow": None, "ride": False, "beside": None, "going": None}
+            return dataclasses.replace(decision, **told, budgets=np.ones(live, int))
         if cheap.shadow is not None:
             cheap = dataclasses.replace(cheap, shape=PLAIN)
         return dataclasses.replace(cheap, reason="scores")

@@ -21,7 +21,7 @@ import numpy as np
 from specjax.costmodel.decision import Decision
 from specjax.costmodel.planner import Planner
 from specjax.costmodel.scores import Nodes
-from specjax.draft import PLAIN, DraftShape
+from specjax.draft import PLAIN, Draft, DraftShape
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.follow import Followed
 from specjax.engine.programs import Programs
@@ -42,6 +42,8 @@ class Standing:
         proposal: tokens, parents and scores of the nodes.
         cost: seconds that drafting it was expected to take.
         caught_up: kinds that had taken in everything when it was made.
+        behind: another one, drafted right behind it; the state holds that one's nodes.
+        draft: this one's nodes then.
     """
 
     decision: Decision
@@ -50,6 +52,15 @@ class Standing:
     proposal: Any
     cost: float
     caught_up: set[str]
+    behind: "Standing | None" = None
+    draft: Draft | None = None
+
+    def fetch(self, *others: Any) -> Any:
+        """Wait for this draft, the one behind it, and `others`; those come back."""
+        behind = self.behind or self
+        mine = self.live, self.proposal, behind.live, behind.proposal
+        others, (self.live, self.proposal, behind.live, behind.proposal) = jax.device_get((others, mine))
+        return others
 
 
 class Pilot:
@@ -129,10 +140,16 @@ class Pilot:
         decision, drafts = self._fit(standing, rows, context)
         if decision.shadow is None and decision.shape != standing.shape:
             # A cheap draft was made first, and promises less than the shape itself.
-            state, standing = self._propose(decision, params, state, rows, context, np.zeros(self.programs.batch, int))
-            self._wait(standing, rows)
+            if standing.behind is not None:
+                standing = dataclasses.replace(standing.behind, decision=decision)
+            else:
+                running = np.zeros(self.programs.batch, int)
+                state, standing = self._propose(decision, params, state, rows, context, running)
+                self._wait(standing, rows)
             decision, more = self._fit(standing, rows, context)
             drafts += more
+        elif standing.behind is not None:
+            state = dataclasses.replace(state, draft=standing.draft)
         verified = np.zeros(self.programs.batch, int)
         verified[rows] = decision.budgets
         width = self.programs.fit(verified)
@@ -141,7 +158,7 @@ class Pilot:
         self._rounds += 1
         self._followed += drafts
         state, following = self._draft(params, state, rows, context, verified)
-        emitted, following.live, following.proposal = jax.device_get((emitted, following.live, following.proposal))
+        (emitted,) = following.fetch(emitted)
         now = self.clock()
         for kind, waiting in self._waiting.items():
             waiting[rows] = 0 if kind in following.caught_up else waiting[rows] + emitted.counts[rows]
@@ -193,24 +210,29 @@ class Pilot:
     ) -> tuple[State, Standing]:
         """Dispatch the draft of a decision, once its drafter has caught up."""
         drafted = decision.shadow or decision.shape
-        caught_up = set()
+        kinds, caught_up = {drafted.kind, (decision.beside or drafted).kind}, set()
         for kind, waiting in self._waiting.items():
             most = int((waiting + running)[rows].max())
-            if (kind == drafted.kind and most > self._steps) or most + self._steps > self._ring:
+            if (kind in kinds and most > self._steps) or most + self._steps > self._ring:
                 state = self.programs.catch_up(kind, params, state)
                 caught_up.add(kind)
-        live, proposal = None, None
-        if drafted.depth:
-            state, live, proposal = self.programs.draft_as(drafted, params, state)
-            caught_up |= {drafted.kind} & set(self._waiting)
-        made = PLAIN if decision.shadow else decision.shape  # the price of a shadow is an extra of a plain round
+        # The price of a shadow is an extra of a plain round, or of one for which the shape is drafted as well.
+        made = PLAIN if decision.shadow and decision.beside is None else decision.shape
         draft = self.planner.prices.quote(len(rows), context).draft[self.planner.menu.index(made)]
         extra = self.planner.extra(dataclasses.replace(decision, shape=made), len(rows), context)
-        return state, Standing(decision, drafted, live, proposal, float(draft) + extra, caught_up)
+        standing = Standing(decision, drafted, None, None, float(draft) + extra, caught_up)
+        if drafted.depth:
+            state, standing.live, standing.proposal = self.programs.draft_as(drafted, params, state)
+            caught_up |= kinds & set(self._waiting)
+        if decision.beside is not None:
+            standing.draft = state.draft
+            state, live, proposal = self.programs.draft_as(decision.beside, params, state)
+            standing.behind = Standing(decision, decision.beside, live, proposal, 0.0, set())
+        return state, standing
 
     def _wait(self, standing: Standing, rows: np.ndarray) -> None:
         """Until the draft is there; nothing else is under way."""
-        standing.live, standing.proposal = jax.device_get((standing.live, standing.proposal))
+        standing.fetch()
         for kind in standing.caught_up:
             self._waiting[kind][rows] = 0
 

@@ -192,12 +192,13 @@ def target_program(kernels: Kernels, function: Callable) -> Callable:
 def draft_program(function: Callable) -> Callable:
     """Jit a program that drafts, without the target's weights and cache, of which it reads nothing.
 
-    Every buffer that a call hands over costs the host a few microseconds, and those are most of them.
+    Every buffer that a call hands over costs the host a few microseconds, and those are most of them. The draft that
+    stands is not handed over either, and so stays what it is: whoever holds it may put it back.
     """
     program = jax.jit(function, donate_argnums=1)
 
     def call(params: Any, state: State) -> tuple:
-        lean = dataclasses.replace(state, cache=None)
+        lean = dataclasses.replace(state, cache=None, draft=None)
         after, *rest = program({"drafter": params["drafter"]}, lean)
         return dataclasses.replace(after, cache=state.cache), *rest
 

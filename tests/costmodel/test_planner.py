@@ -306,12 +306,12 @@ def test_what_came_of_a_score_outweighs_it():
     assert plan.fit(decision, rows, live, 500.0, nodes).shape == PLAIN
 
 
-def looking(head=0.5, words=0.9):
+def looking(head=0.5, words=0.9, wait=1e-6):
     """A planner that knows how often a lookup and a head are accepted; the lookup finds something every other time."""
     cheap, dear = DraftShape.chain("ngram", 3), DraftShape.chain("eagle3", 2)
     table = flat(1e-6, 0.05)
     grid = Grid.of((AXES[0], AXES[2]), np.full((3, 2), 0.1), "measured")
-    table = dataclasses.replace(table, draft={**table.draft, dear: grid}, catch_up={"eagle3": (0.0, 0.0)})
+    table = dataclasses.replace(table, draft={**table.draft, dear: grid}, catch_up={"eagle3": (0.0, 0.0)}, fixed=wait)
     plan = Planner(table, (cheap, dear), (1, 2, 3, 4), 1, scored=True)
     rows, rng = np.arange(1), np.random.default_rng(0)
     for number in range(200):
@@ -346,6 +346,40 @@ def test_a_lookup_is_made_before_a_dear_draft_and_may_save_it():
         drafted = plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.9, 3))
         assert drafted.shape == dear and drafted.budgets.tolist() == [3]
         assert plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.02, 3)).budgets.tolist() == [1]
+
+
+def test_a_dear_draft_is_made_right_behind_the_lookups_while_these_seldom_help():
+    """A wait takes 0.02 here and the dear draft 0.1: worth it from one lookup in six that is verified."""
+    plan, decision, cheap, dear = looking(wait=0.02)
+    rows = np.arange(1)
+    nothing, good = (np.array([0]), chain_of(0.95, 4)), (np.array([3]), chain_of(0.95, 4))
+
+    def after(live, nodes):
+        for _ in range(100):
+            fitted = plan.fit(decision, rows, live, 500.0, nodes)
+        for _ in range(60):
+            made = plan.decide(rows, 500.0)
+            if made.looks:
+                return made, fitted
+        raise AssertionError("never looks first")
+
+    assert decision.beside is None
+    made, fitted = after(*nothing)
+    assert (made.shape, made.shadow, made.beside) == (dear, cheap, dear)
+    assert (fitted.shape, fitted.beside) == (dear, None)
+    turned = plan.fit(made, rows, *nothing[:1], 500.0, nothing[1])
+    assert (turned.shape, turned.shadow, turned.beside, turned.looks) == (dear, None, None, False)
+    # Where the lookup is verified after all, the dear draft was made for nothing, and its maker misses nothing.
+    found = plan.fit(made, rows, good[0], 500.0, good[1])
+    assert (found.shape, found.shadow, found.beside) == (cheap, None, dear)
+    assert plan.extra(found, 1, 500.0) == pytest.approx(0.1)
+    plan.books.missed["eagle3"] = 5.0
+    before, seconds = plan.prices.factors().copy(), found.seconds + 0.1
+    plan.observe(found, rows, 500.0, seconds=seconds, count=4, drafts=np.array([3]), accepted=np.array([3]))
+    assert plan.books.missed["eagle3"] == 0.0
+    np.testing.assert_allclose(plan.prices.factors(), before, rtol=0.01)  # the dear draft is no part of its price
+    made, _ = after(*good)
+    assert (made.shape, made.shadow, made.beside) == (dear, cheap, None)
 
 
 def test_a_dear_draft_that_is_no_better_than_a_plain_round_is_not_made():

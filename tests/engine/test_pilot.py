@@ -284,19 +284,20 @@ def test_a_shadow_that_its_scores_recommend_is_verified(engine):
     assert planner.learned and set(planner.shadows) == {(LOOKUP, 0, 0)}
 
 
-def test_a_dear_draft_is_made_only_where_the_cheap_one_that_was_made_first_has_nothing(engine):
-    """Looking first costs a wait; the text stays what it is."""
+@pytest.mark.parametrize("beside", [None, CHAIN], ids=["waits", "right behind"])
+def test_a_dear_draft_is_made_where_the_cheap_one_that_was_made_first_has_nothing(engine, beside):
+    """Or is made behind it in any case, and only verified then: that saves the wait. The text stays what it is."""
     params = SamplingParams(max_tokens=60)
     planner = piloted(engine, [(PLAIN, LOOKUP)])
-    looks = Decision(CHAIN, 1, np.ones(1, int), 1.0, 1.0, 1.0, "best", shadow=LOOKUP, ride=True)
+    looks = Decision(CHAIN, 1, np.ones(1, int), 1.0, 1.0, 1.0, "best", shadow=LOOKUP, ride=True, beside=beside)
     planner.decide = lambda rows, context: looks
 
     def fit(decision, rows, live, context, nodes):
         budgets = live + 1
         if decision.shadow is None:
             return dataclasses.replace(decision, budgets=budgets)
-        shape, reason = (LOOKUP, "scores") if live.any() else (CHAIN, "best")
-        return dataclasses.replace(decision, shape=shape, shadow=None, ride=False, reason=reason, budgets=budgets)
+        told = {"shape": LOOKUP, "reason": "scores"} if live.any() else {"shape": CHAIN, "beside": None}
+        return dataclasses.replace(decision, **told, shadow=None, ride=False, budgets=budgets)
 
     planner.fit, drafted, real = fit, [], engine.programs.draft_as
 
@@ -312,14 +313,16 @@ def test_a_dear_draft_is_made_only_where_the_cheap_one_that_was_made_first_has_n
     assert result.token_ids == engines.solo(PROMPTS[0], params).token_ids
     shapes = [shape for shape, *_ in planner.seen]
     assert set(shapes) == {LOOKUP, CHAIN}
-    # One look a round (the last one is for nobody), and one dear draft for each round of its own.
-    assert drafted.count(LOOKUP) == len(shapes) + 1 and drafted.count(CHAIN) == shapes.count(CHAIN)
+    # One look a round (the last one is for nobody), and one dear draft for each round of its own, or for every look.
+    dear = shapes.count(CHAIN) if beside is None else len(shapes) + 1
+    assert drafted.count(LOOKUP) == len(shapes) + 1 and drafted.count(CHAIN) == dear
     assert all(drafts[0] for _, _, drafts, _ in planner.seen[:-2])  # the end leaves no room for some
     assert {shape for shape, *_ in planner.learned} == {LOOKUP, CHAIN}
     assert planner.shadows.count((LOOKUP, 0, 0)) == shapes.count(CHAIN)
 
 
-def test_requests_of_a_batch_end_while_lookups_are_made_first(engine):
+@pytest.mark.parametrize("beside", [None, CHAIN], ids=["waits", "right behind"])
+def test_requests_of_a_batch_end_while_lookups_are_made_first(engine, beside):
     """The real planner fits drafts for requests of which some have ended since it decided."""
     drafter, counts = engine.drafter, sorted({width.count for width in engine.programs.widths})
     run = config.make({"target": "toy", "drafter": {"kind": "auto"}, "dtype": "float32"})
@@ -330,7 +333,9 @@ def test_requests_of_a_batch_end_while_lookups_are_made_first(engine):
     def hopeful(rows, context):
         decision = decide(rows, context)
         chain = {"shape": CHAIN, "seconds": decision.seconds, "tokens": 2.9 * len(rows)}
-        return dataclasses.replace(decision, shadow=LOOKUP, ride=True, reason="best", going=None, **chain)
+        return dataclasses.replace(
+            decision, shadow=LOOKUP, ride=True, reason="best", beside=beside, going=None, **chain
+        )
 
     planner.decide = hopeful
     real = engine.programs.draft_as
