@@ -2,7 +2,7 @@
 
 What the host does in a round, and when:
 
-    fit the standing draft -> dispatch verify -> learn from the round before, decide the next draft, dispatch it
+    fit the standing draft -> dispatch verify -> learn from the rounds before, decide the next draft, dispatch it
         -> wait for tokens and the draft
 
 The decision rests on rounds that are over: the one that the device works on is not among them, so nothing waits for it
@@ -28,6 +28,7 @@ from specjax.engine.programs import Programs
 from specjax.engine.state import Emitted, State
 
 THINKING = 0.0025  # share of the time that deciding may take, and that following drafts may
+TOGETHER = 8  # rounds at most that are learned from at a time: after a pass nothing of it is left in the caches
 EAGER = 64  # drafts that are all followed, of as many requests as there are, before that share is kept to
 
 
@@ -97,7 +98,7 @@ class Pilot:
         self._followed: list[Followed] = []
         self._rounds, self._follow_at = 0, 0.0  # so far; when a draft is to be followed again
         self._silent: list[tuple[DraftShape, np.ndarray]] = []  # shapes that had nothing to propose, and to whom
-        self._unlearned: Callable[[], None] | None = None  # what the last round teaches
+        self._unlearned: list[Callable[[], None]] = []  # what the newest rounds teach
         self._since = 0.0
         self._kept: Decision | None = None  # the last decision, if it may stand
         self._think_at = 0.0  # when the next one is due
@@ -154,9 +155,9 @@ class Pilot:
         verified[rows] = decision.budgets
         width = self.programs.fit(verified)
         state, emitted = self.programs.verify(width, params, state, np.maximum(verified, 1).astype(np.int32))
-        self._settle()  # while the device is at work
+        if self._kept is None or len(self._unlearned) >= TOGETHER:
+            self._settle()  # while the device is at work
         self._rounds += 1
-        self._followed += drafts
         state, following = self._draft(params, state, rows, context, verified)
         (emitted,) = following.fetch(emitted)
         now = self.clock()
@@ -176,10 +177,11 @@ class Pilot:
                 drafts=verified[rows] - 1,
                 accepted=np.maximum(emitted.counts[rows] - 1, 0),
             )
+            self._followed.extend(drafts)
             self._learn(emitted)
             self._thought("learn", began)
 
-        self._unlearned = learn
+        self._unlearned.append(learn)
         self._standing, self._since = following, now
         return state, emitted, verified
 
@@ -191,9 +193,9 @@ class Pilot:
     # ---------------------------------------------------------------- inside
 
     def _settle(self) -> None:
-        """Learn from the last round, if that is still to be done."""
-        learn, self._unlearned = self._unlearned, None
-        if learn is not None:
+        """Learn from the rounds of which that is still to be done."""
+        unlearned, self._unlearned = self._unlearned, []
+        for learn in unlearned:
             learn()
 
     def _thought(self, what: str, began: float) -> None:
@@ -240,6 +242,7 @@ class Pilot:
         """What the planner wants, or what it wanted last: thinking costs too, and its share of the time is bounded."""
         now = self.clock()
         if self._kept is None or now >= self._think_at:
+            self._settle()
             began = time.thread_time()
             decision = self.planner.decide(rows, context)
             self._thought("decide", began)

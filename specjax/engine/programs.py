@@ -86,7 +86,7 @@ class Programs:
     @property
     def count(self) -> int:
         """Programs that warm-up compiles."""
-        drafts = len(self._members) + len(self._catch_up) or 1
+        drafts = len(self._members) + len(self._catch_up) or int(self.stage.drafter is not None)
         return 3 + drafts + len(self._prefill) + (1 if self.rounds > 1 else len(self._verify))
 
     def fit(self, live: np.ndarray) -> Width:
@@ -162,7 +162,7 @@ class Programs:
         for kind in self._catch_up:
             state = self.catch_up(kind, params, state)
             tick(f"catch up {kind}")
-        if not self._members:
+        if self.stage.drafter is not None and not self._members:
             state, _ = self.draft(params, state)
             tick("draft")
         for size in self.sizes:

@@ -284,6 +284,25 @@ def test_a_shadow_that_its_scores_recommend_is_verified(engine):
     assert planner.learned and set(planner.shadows) == {(LOOKUP, 0, 0)}
 
 
+def test_rounds_that_are_learned_from_together_teach_what_they_do_one_by_one(engine):
+    """While a decision stands, several at a time, each with the drafts and the text of its own."""
+
+    def told(thinking):
+        planner = piloted(engine, [(CHAIN, None)])
+        engine.pilot.thinking = thinking
+        calls, observe = [], planner.observe
+        planner.observe = lambda *args, **kwargs: calls.append(engine.pilot._rounds) or observe(*args, **kwargs)
+        engine.generate(PROMPTS[1], SamplingParams(max_tokens=31))
+        engine.pilot._settle()
+        return planner.seen, planner.learned, calls
+
+    seen, learned, calls = told(math.inf)
+    assert len(set(calls)) >= len(calls) - 1  # one by one, the last one when all is over
+    together = told(1e-9)
+    assert together[:2] == (seen, learned) and len(learned) > 20
+    assert len(set(together[2])) <= math.ceil(len(seen) / pilot.TOGETHER) + 1
+
+
 @pytest.mark.parametrize("beside", [None, CHAIN], ids=["waits", "right behind"])
 def test_a_dear_draft_is_made_where_the_cheap_one_that_was_made_first_has_nothing(engine, beside):
     """Or is made behind it in any case, and only verified then: that saves the wait. The text stays what it is."""
