@@ -41,12 +41,12 @@ def best_rate(chances: np.ndarray, rows: Sequence[int], seconds: np.ndarray) -> 
     return index, float(rates[index])
 
 
-def best_surplus(chances: np.ndarray, rows: Sequence[int], seconds: np.ndarray, rate: float) -> int:
+def best_surplus(tokens: np.ndarray, seconds: np.ndarray, rate: float) -> int:
     """The pass that gains most over a going rate: tokens - rate x seconds. For costs of which a part is spent already.
 
     This is a step of Dinkelbach's method: at the optimal rate it and `best_rate` choose alike.
     """
-    return int(np.argmax(expected(chances, rows) - rate * seconds))
+    return int((tokens - rate * seconds).argmax())
 
 
 def budgets(chances: np.ndarray, rows: int) -> np.ndarray:

@@ -151,17 +151,18 @@ class Planner:
         needed = int(counts.searchsorted(len(rows) + live.sum()))
         usable = slice(quote.least, min(needed, len(counts) - 1) + 1)
         counts, times = counts[usable], self.prices.seconds(quote)[index, usable]
+        tokens = allocate.expected(chances, counts)
         if decision.reason == "trial":  # the pass that is on trial, if there is enough to fill it
             choice = min(int(counts.searchsorted(decision.rows)), len(counts) - 1)
         else:
-            choice = allocate.best_surplus(chances, counts, times, rate)
+            choice = allocate.best_surplus(tokens, times, rate)
         total = int(counts[choice])
         fitted = dataclasses.replace(
             decision,
             rows=total,
             budgets=allocate.budgets(chances, total),
             seconds=float(times[choice]),
-            tokens=float(allocate.expected(chances, counts[choice : choice + 1])[0]),
+            tokens=float(tokens[choice]),
         )
         if shape != decision.shape and choice > 0:
             fitted = dataclasses.replace(fitted, shape=shape, shadow=None, reason="scores")

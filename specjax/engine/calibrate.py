@@ -298,7 +298,7 @@ class _Bench:
             wait = (emitted, state.lengths)
         if draft is not None:
             for _ in range(times):
-                state, drafted, _ = self.programs.draft_as(draft, self.params, state)
+                state, drafted = self.programs.draft_as(draft, self.params, state)
                 wait = (emitted, drafted)
         jax.block_until_ready(jax.device_get(wait))
         jax.block_until_ready(state.lengths)

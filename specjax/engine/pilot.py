@@ -25,6 +25,7 @@ from specjax.draft import PLAIN, Draft, DraftShape
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.follow import Followed
 from specjax.engine.programs import Programs
+from specjax.engine.proposal import Proposal
 from specjax.engine.state import Emitted, State
 
 THINKING = 0.0025  # share of the time that deciding may take, and that following drafts may
@@ -39,8 +40,7 @@ class Standing:
     Attributes:
         decision: why.
         shape: what was drafted; plain, if nothing was.
-        live: live nodes of each batch row, the root included; None where nothing was drafted.
-        proposal: tokens, parents and scores of the nodes.
+        made: the draft (`proposal.packed`), on the device until it was waited for; None where nothing was drafted.
         cost: seconds that drafting it was expected to take.
         caught_up: kinds that had taken in everything when it was made.
         behind: another one, drafted right behind it; the state holds that one's nodes.
@@ -49,8 +49,7 @@ class Standing:
 
     decision: Decision
     shape: DraftShape
-    live: Any
-    proposal: Any
+    made: Any
     cost: float
     caught_up: set[str]
     behind: "Standing | None" = None
@@ -59,8 +58,7 @@ class Standing:
     def fetch(self, *others: Any) -> Any:
         """Wait for this draft, the one behind it, and `others`; those come back."""
         behind = self.behind or self
-        mine = self.live, self.proposal, behind.live, behind.proposal
-        others, (self.live, self.proposal, behind.live, behind.proposal) = jax.device_get((others, mine))
+        others, self.made, behind.made = jax.device_get((others, self.made, behind.made))
         return others
 
 
@@ -222,14 +220,14 @@ class Pilot:
         made = PLAIN if decision.shadow and decision.beside is None else decision.shape
         draft = self.planner.prices.quote(len(rows), context).draft[self.planner.menu.index(made)]
         extra = self.planner.extra(dataclasses.replace(decision, shape=made), len(rows), context)
-        standing = Standing(decision, drafted, None, None, float(draft) + extra, caught_up)
+        standing = Standing(decision, drafted, None, float(draft) + extra, caught_up)
         if drafted.depth:
-            state, standing.live, standing.proposal = self.programs.draft_as(drafted, params, state)
+            state, standing.made = self.programs.draft_as(drafted, params, state)
             caught_up |= kinds & set(self._waiting)
         if decision.beside is not None:
             standing.draft = state.draft
-            state, live, proposal = self.programs.draft_as(decision.beside, params, state)
-            standing.behind = Standing(decision, decision.beside, live, proposal, 0.0, set())
+            state, made = self.programs.draft_as(decision.beside, params, state)
+            standing.behind = Standing(decision, decision.beside, made, 0.0, set())
         return state, standing
 
     def _wait(self, standing: Standing, rows: np.ndarray) -> None:
@@ -257,11 +255,11 @@ class Pilot:
         if not shape.depth:
             return dataclasses.replace(decision, budgets=np.ones(len(rows), int)), []
         began = time.thread_time()
-        live = np.maximum(standing.live[rows], 1)
-        tokens, parents, scores = (x[rows, : shape.rows] for x in standing.proposal)
+        proposal = Proposal(standing.made)
+        live = np.maximum(proposal.live[rows], 1)
+        tokens, parents, scores = proposal.nodes(rows, shape.rows)
         nodes = Nodes(scores, parents)
         decision = self.planner.fit(decision, rows, live - 1, context, nodes)
-        decision = dataclasses.replace(decision, budgets=np.minimum(live, decision.budgets))
         followed = []
         if self._rounds * len(rows) < EAGER or self.clock() >= self._follow_at:
             if live.max() > 1:

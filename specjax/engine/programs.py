@@ -15,11 +15,10 @@ from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine import prefill as entry
 from specjax.engine import step
 from specjax.engine.prefill import Insertion
+from specjax.engine.proposal import packed
 from specjax.engine.state import Emitted, State
 from specjax.engine.step import Stage, Width
 from specjax.pallas_kernels.dispatch import Kernels, traced_with
-
-Proposal = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def verify_widths(batch: int, rows: int) -> tuple[Width, ...]:
@@ -108,8 +107,8 @@ class Programs:
     ) -> tuple[State, Emitted]:
         return self._verify[width](params, state, budgets)
 
-    def draft_as(self, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array, Proposal]:
-        """Redraft in a shape of the set's menu; live rows of each request; tokens, parents, scores of the nodes."""
+    def draft_as(self, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array]:
+        """Redraft in a shape of the set's menu; also the draft for the host (`proposal.packed`)."""
         return self._members[shape](params, state)
 
     def catch_up(self, kind: str, params: Any, state: State) -> State:
@@ -157,7 +156,7 @@ class Programs:
         state = self.release(state, 0, 1)
         tick("release")
         for shape in self._members:
-            state, _, _ = self.draft_as(shape, params, state)
+            state, _ = self.draft_as(shape, params, state)
             tick(f"draft {shape.kind} {shape.rows}")
         for kind in self._catch_up:
             state = self.catch_up(kind, params, state)
@@ -226,8 +225,6 @@ def _catch_up(stage: Stage, shape: DraftShape, params: Any, state: State) -> tup
     return (step.redraft_as(stage, shape, True, params, state)[0],)
 
 
-def _draft_as(stage: Stage, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array, Proposal]:
+def _draft_as(stage: Stage, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array]:
     state, scores = step.redraft_as(stage, shape, False, params, state)
-    live = jnp.where(state.active, state.draft.lengths, 0)
-    # Values of their own: the state's buffers are given away with the next call.
-    return state, live, (state.draft.tokens + 0, state.draft.parents + 0, scores)
+    return state, packed(state, scores)

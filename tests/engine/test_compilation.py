@@ -58,8 +58,8 @@ def test_nothing_compiles_after_warm_up(drafts, count):
         engine = toy.engine(drafter, target=target, batch=BATCH, context=CONTEXT, prefill_chunk=64, warmup=True)
     widths = verify_widths(BATCH, drafts + 1)
     print(f"K={drafts}: {engine.programs.count} programs, {starting.events} compilations at the start")
-    # Initial state, insert, release, draft; two prefill sizes; the menu of verify sizes.
-    assert engine.programs.count == engine.describe()["programs"] == 4 + 2 + len(widths)
+    # Initial state, insert, release; draft, if any; two prefill sizes; the menu of verify sizes.
+    assert engine.programs.count == engine.describe()["programs"] == 3 + (drafts > 0) + 2 + len(widths)
     assert len(widths) <= 4 + (4 if drafts else 0)
     assert starting.events >= engine.programs.count
     used = set()

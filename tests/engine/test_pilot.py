@@ -19,6 +19,7 @@ from specjax.drafters.ngram import NGram
 from specjax.engine import pilot
 from specjax.engine.pilot import Pilot
 from specjax.engine.pricing import find_table
+from specjax.engine.proposal import Proposal
 from specjax.sampling import SamplingParams
 
 RING = 16
@@ -137,9 +138,11 @@ def test_a_drafter_that_sat_out_drafts_as_if_it_never_had(engine, drafters):
 
     def spy(shape, params, state):
         tokens, lengths = jax.device_get((state.tokens, state.lengths))
-        state, live, proposal = real(shape, params, state)
-        seen.append((shape, tokens[0, : lengths[0]].tolist(), np.asarray(proposal[0])[0, : int(live[0])].tolist()))
-        return state, live, proposal
+        state, made = real(shape, params, state)
+        proposal = Proposal(np.array(made))
+        proposed, _, _ = proposal.nodes(np.array([0]), proposal.live[0])
+        seen.append((shape, tokens[0, : lengths[0]].tolist(), proposed[0].tolist()))
+        return state, made
 
     engine.programs.draft_as = spy
     try:
