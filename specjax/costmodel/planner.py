@@ -126,6 +126,8 @@ class Planner:
             verifying becomes the shape. Where it was made first (`Decision.looks`) and promises less than the shape,
             the decision comes back without a shadow: the shape is then to be drafted, and fitted.
         """
+        if decision.looks and decision.beside is not None and not live.any():
+            return self._turned(decision, len(rows))
         quote = self.prices.quote(len(rows), context)
         counts, shape = self.prices.counts, decision.shape
         if decision.shadow is not None and nodes is not None:
@@ -340,15 +342,19 @@ class Planner:
             seconds = decision.seconds + table.fixed + waits * table.catch_up_time(kind, self.books.missed[kind])
         else:  # it is drafted already
             seconds = decision.seconds - self.books.shadow(decision.shape, self.prices.quote(live, context))
-        dear = decision.tokens > cheap.rate * seconds
-        self._found += ((not dear) - self._found) / LOOKS
-        if dear:
-            # Requests may have ended since it was made; what each gets is decided when the draft is there.
-            told = {"shadow": None, "ride": False, "beside": None, "going": None}
-            return dataclasses.replace(decision, **told, budgets=np.ones(live, int))
+        if decision.tokens > cheap.rate * seconds:
+            return self._turned(decision, live)
         if cheap.shadow is not None:
             cheap = dataclasses.replace(cheap, shape=PLAIN)
+        self._found += (1 - self._found) / LOOKS
         return dataclasses.replace(cheap, reason="scores")
+
+    def _turned(self, decision: Decision, live: int) -> Decision:
+        """The shape itself, after a look that promises less: to be drafted, if it is not yet, and fitted."""
+        self._found -= self._found / LOOKS
+        # Requests may have ended since it was made; what each gets is decided when the draft is there.
+        told = {"shadow": None, "ride": False, "beside": None, "going": None}
+        return dataclasses.replace(decision, **told, budgets=np.ones(live, int))
 
     def _decision(
         self,
