@@ -171,6 +171,7 @@ def load(recipe: "Recipe", corpus: str, out: str, *, resume: bool) -> tuple["Tra
     from specjax.engine.precision import held_dtype
     from specjax.targets import decoder
     from specjax.training.corpus import Corpus, Origin
+    from specjax.training.recipe import BLOCK_ONLY
     from specjax.training.trainer import Trainer
     from specjax.weights.load import load_checkpoint
 
@@ -182,7 +183,11 @@ def load(recipe: "Recipe", corpus: str, out: str, *, resume: bool) -> tuple["Tra
     target, params = decoder.from_tensors(checkpoint.config, dict(checkpoint.tensors), dtype)
     start = None
     if recipe.start is not None and not (Path(out) / "checkpoints").is_dir():
-        start = dict(load_drafter(recipe.start, checkpoint.config).tensors)
+        begun = load_drafter(recipe.start, checkpoint.config)
+        start, mask = dict(begun.tensors), begun.config.mask_token_id
+        if recipe.drafter in BLOCK_ONLY and recipe.mask_token_id is None and mask is not None:
+            # It has learned what that token stands for; `run.json` keeps it for a run that goes on.
+            recipe = recipe.model_copy(update={"mask_token_id": mask})
     trainer = Trainer(recipe, target, params, data, Path(out), resume=resume, start=start, note=flags.note)
     return trainer, data
 

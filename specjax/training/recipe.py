@@ -46,7 +46,8 @@ class Recipe(Strict):
         intermediate_size: width of its MLP.
         taps: residual streams that it reads, `t` = target layers executed.
         block_size: rows of a block, the anchor included.
-        mask_token_id: what stands for unknown tokens of a block; None takes the token that the corpus has least.
+        mask_token_id: what stands for unknown tokens of a block; None takes that of `start`, else the token that the
+            corpus has least.
         selector_rank: (dflash2, ubtree) rank of the selector.
         selector_top_k: (dflash2, ubtree) candidates of a position, when drafting.
         codebook_hidden: (ubtree) width of the codebook networks.
