@@ -33,6 +33,7 @@ from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine import pinned
 from specjax.engine.engine import Engine
 from specjax.engine.pilot import Pilot
+from specjax.engine.pricing import digest
 from specjax.engine.state import State
 from specjax.sampling import SamplingParams
 
@@ -93,8 +94,8 @@ def calibrate(engine: Engine, wanted: Provenance, partial: Path, report: Callabl
 
 def table_path(wanted: Provenance, batch: int, folder: Path | None = None) -> Path:
     """Where the measured table of a set-up belongs: one file for each target, precision, drafters and batch."""
-    digests = "".join(sorted((wanted.drafter_digests or {}).values()))
-    name = f"{Path(wanted.target).name}-{wanted.dtype}-{wanted.target_digest}-{digests[:24]}-b{batch}.json"
+    drafters = digest(dict(wanted.drafter_digests or {}))  # the same weights may serve two kinds: eagle3, a hybrid
+    name = f"{Path(wanted.target).name}-{wanted.dtype}-{wanted.target_digest}-{drafters}-b{batch}.json"
     return (folder or tables.default_folder()) / wanted.device / name
 
 

@@ -169,8 +169,10 @@ def test_an_engine_decodes_by_its_table(engine, table):
 
 
 def test_file_names_tell_set_ups_apart(wanted, tmp_path):
-    other = dataclasses.replace(wanted, drafter_digests={"ngram": "00000000"})
-    assert len({table_path(wanted, 1, tmp_path), table_path(wanted, 2, tmp_path), table_path(other, 1, tmp_path)}) == 3
+    weights = dataclasses.replace(wanted, drafter_digests={"ngram": "00000000"})
+    kind = dataclasses.replace(wanted, drafter_digests={"suffix": wanted.drafter_digests["ngram"]})
+    paths = {table_path(wanted, 1, tmp_path), table_path(wanted, 2, tmp_path)}
+    assert len(paths | {table_path(other, 1, tmp_path) for other in (weights, kind)}) == 4
 
 
 def test_what_a_ride_costs_the_host_is_measured_on_rounds_that_take_one(engine, table, tmp_path, monkeypatch):
