@@ -51,10 +51,11 @@ class Scripted:
         self.started.append((row, temperature))
 
     def decide(self, rows, context):
-        shape, shadow = self.turns[self.round % len(self.turns)]
+        shape, shadow, *beside = self.turns[self.round % len(self.turns)]
         self.round += 1
         ones = np.ones(len(rows), int)
-        return Decision(shape, len(rows), ones, 1.0, 1.0, 1.0, "best", shadow=shadow)
+        told = {"ride": True, "beside": beside[0]} if beside else {}
+        return Decision(shape, len(rows), ones, 1.0, 1.0, 1.0, "best", shadow=shadow, **told)
 
     def fit(self, decision, rows, live, context, nodes):
         """All but the last node of the first request; shadows stay shadows."""
@@ -110,6 +111,7 @@ def piloted(engine, turns):
 NEVER, ALL = [(PLAIN, None)], [(shape, None) for shape in (LOOKUP, CHAIN, PLAIN, TREE, MODULE)]
 # Long enough absences that the ring would run over twice.
 RARE = [(CHAIN, None), (MODULE, None), *[(PLAIN, None)] * 37, (TREE, None), *[(LOOKUP, None)] * 3]
+BEHIND = [*[(PLAIN, None)] * 8, (CHAIN, LOOKUP, CHAIN), *[(PLAIN, None)] * 7, (MODULE, LOOKUP, MODULE)]
 
 
 @pytest.mark.parametrize("turns", [NEVER, ALL, RARE], ids=["never", "all", "rare"])
@@ -125,14 +127,15 @@ def test_text_is_plain_decodings(engine, turns):
         assert all(drafts == [0] * len(rows) for _, rows, drafts, _ in planner.seen)
 
 
-def test_a_drafter_that_sat_out_drafts_as_if_it_never_had(engine, drafters):
+@pytest.mark.parametrize("turns", [RARE, BEHIND], ids=["rare", "behind lookups"])
+def test_a_drafter_that_sat_out_drafts_as_if_it_never_had(engine, drafters, turns):
     """Each draft of a member is what it drafts from the same tokens as a prompt, whatever happened in between."""
     drafter, weights = drafters
     fresh = {
         kind: toy.engine(member, own)
         for kind, member, own in zip(("ngram", "eagle3", "mtp"), drafter.members, weights, strict=True)
     }
-    piloted(engine, RARE)
+    piloted(engine, turns)
     seen = []
     real = engine.programs.draft_as
 
@@ -150,7 +153,7 @@ def test_a_drafter_that_sat_out_drafts_as_if_it_never_had(engine, drafters):
     finally:
         engine.programs.draft_as = real
     learned_drafts = [entry for entry in seen if entry[0].kind != "ngram"]
-    assert {shape for shape, *_ in learned_drafts} == {CHAIN, TREE, MODULE}
+    assert {shape for shape, *_ in learned_drafts} == {s for turn in turns for s in turn if s} - {PLAIN, LOOKUP}
     assert len(learned_drafts) >= 5
     for shape, context, proposed in learned_drafts:
         if len(proposed) < 2:
@@ -333,6 +336,10 @@ def test_a_dear_draft_is_made_where_the_cheap_one_that_was_made_first_has_nothin
     finally:
         engine.programs.draft_as = real
     assert result.token_ids == engines.solo(PROMPTS[0], params).token_ids
+    # What is verified is what the look found, not the draft behind it, which the state holds: the text has all of it.
+    copied = [(drafts[0], accepted[0]) for shape, _, drafts, accepted in planner.seen if shape == LOOKUP]
+    judged = [(drafts, accepted) for shape, drafts, accepted in planner.learned if shape == LOOKUP]
+    assert copied[: len(judged) - 1] == judged[:-1] and sum(accepted for _, accepted in copied) > 0
     shapes = [shape for shape, *_ in planner.seen]
     assert set(shapes) == {LOOKUP, CHAIN}
     # One look a round (the last one is for nobody), and one dear draft for each round of its own, or for every look.
