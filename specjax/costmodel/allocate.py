@@ -6,6 +6,7 @@ for a few numbers alone, all of them are tried: no iteration, and exactly the op
 deep trees, the others get their root.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,19 +35,36 @@ def likeliest(chances: np.ndarray) -> np.ndarray:
     return sums
 
 
-def best_rate(chances: np.ndarray, rows: Sequence[int], seconds: np.ndarray) -> tuple[int, float]:
-    """The pass of the highest rate, tokens over seconds of the whole round: its index, and the rate."""
-    rates = expected(chances, rows) / seconds
-    index = int(np.argmax(rates))
-    return index, float(rates[index])
+def cut(chances: np.ndarray, rows: np.ndarray, seconds: np.ndarray, rate: float) -> tuple[int, float, np.ndarray]:
+    """Drafts that are there, cut to what gains most over a going rate: tokens - rate x seconds.
 
+    For costs of which a part is spent already. It is a step of Dinkelbach's method: at the optimal rate the pass is the
+    one of the highest rate.
 
-def best_surplus(tokens: np.ndarray, seconds: np.ndarray, rate: float) -> int:
-    """The pass that gains most over a going rate: tokens - rate x seconds. For costs of which a part is spent already.
+    Args:
+        chances: as in `expected`.
+        rows: totals of the passes, ascending.
+        seconds: of each pass.
+        rate: tokens per second.
 
-    This is a step of Dinkelbach's method: at the optimal rate it and `best_rate` choose alike.
+    Returns:
+        The index of the pass, its expected tokens, and the rows of each request.
     """
-    return int((tokens - rate * seconds).argmax())
+    if len(chances) == 1:
+        return _cut_one(chances[0].tolist(), rows.tolist(), seconds.tolist(), rate)
+    tokens = expected(chances, rows)
+    best = int((tokens - rate * seconds).argmax())
+    return best, float(tokens[best]), budgets(chances, int(rows[best]))
+
+
+def _cut_one(chances: list[float], rows: list[int], seconds: list[float], rate: float) -> tuple[int, float, np.ndarray]:
+    """`cut` of one request: its nodes stand in order already, and a few numbers are dearer to numpy than to Python."""
+    sums = [1.0 + sum for sum in itertools.accumulate(chances, initial=0.0)]
+    tokens = [sums[min(total, len(sums)) - 1] for total in rows]
+    gains = [made - rate * spent for made, spent in zip(tokens, seconds, strict=True)]
+    best = gains.index(max(gains))
+    useful = sum(chance > 0 for chance in chances)
+    return best, tokens[best], np.array([1 + min(rows[best] - 1, useful)])
 
 
 def budgets(chances: np.ndarray, rows: int) -> np.ndarray:

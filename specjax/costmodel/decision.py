@@ -1,14 +1,13 @@
 """What a planner decides for one round."""
 
-import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
 from specjax.draft import DraftShape
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What to do in the next round.
 
     Attributes:

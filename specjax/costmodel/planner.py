@@ -7,7 +7,6 @@ known well enough is tried (`trials.py`), but only from a purse that holds a sma
 nothing from the device.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,8 +134,7 @@ class Planner:
         index = self.prices.place[shape]
         rate = decision.going or decision.rate
         if shape.depth == 0 or not live.any():
-            plain = dataclasses.replace(
-                decision,
+            plain = decision._replace(
                 rows=int(counts[quote.least]),
                 budgets=np.ones(len(rows), int),
                 seconds=float(self.prices.seconds(quote)[index, quote.least]),
@@ -146,33 +144,28 @@ class Planner:
         if nodes is None:
             rates = self.acceptance.rates(rows, curve=int(self._forest.of[index]))
             chances = self._forest.nodes(index, reached(rates)[:, 0])
+            chances = np.where(np.arange(chances.shape[1]) < live[:, None], chances, 0.0)
         else:
             doubt = DOUBT if decision.reason == "sure" else 0.0
-            chances = self.scores.chances(shape.kind, self.acceptance.heat(rows), nodes, doubt=doubt)
-        chances = np.where(np.arange(chances.shape[1]) < live[:, None], chances, 0.0)
+            chances = self.scores.chances(shape.kind, self.acceptance.heat(rows), nodes, live, doubt=doubt)
         needed = int(counts.searchsorted(len(rows) + live.sum()))
-        usable = slice(quote.least, min(needed, len(counts) - 1) + 1)
-        counts, times = counts[usable], self.prices.seconds(quote)[index, usable]
-        tokens = allocate.expected(chances, counts)
+        first, last = quote.least, min(needed, len(counts) - 1)
         if decision.reason == "trial":  # the pass that is on trial, if there is enough to fill it
-            choice = min(int(counts.searchsorted(decision.rows)), len(counts) - 1)
-        else:
-            choice = allocate.best_surplus(tokens, times, rate)
-        total = int(counts[choice])
-        fitted = dataclasses.replace(
-            decision,
-            rows=total,
-            budgets=allocate.budgets(chances, total),
-            seconds=float(times[choice]),
-            tokens=float(tokens[choice]),
-        )
-        if shape != decision.shape and choice > 0:
-            fitted = dataclasses.replace(fitted, shape=shape, shadow=None, reason="scores")
+            first = last = max(first, min(int(counts.searchsorted(decision.rows)), last))
+        usable = slice(first, last + 1)
+        times = self.prices.seconds(quote)[index, usable]
+        choice, tokens, budgets = allocate.cut(chances, counts[usable], times, rate)
+        total = int(counts[first + choice])
+        fitted = decision._replace(rows=total, budgets=budgets, seconds=float(times[choice]), tokens=tokens)
+        if shape != decision.shape and first + choice > quote.least:
+            fitted = fitted._replace(shape=shape, shadow=None, reason="scores")
         return self._looked(decision, fitted, len(rows), context) if decision.looks else fitted
 
     def extra(self, decision: Decision, live: int, context: float) -> float:
         """Seconds that a round takes beside its shape: to take the shape up, and for drafts that are not verified."""
         entry = 0.0 if decision.reason == "scores" else self.books.entry(decision.shape)
+        if decision.shadow is decision.beside is None:
+            return entry
         others = {decision.shadow, decision.beside} - {None, decision.shape}
         return entry + sum(self.books.shadow(other, self.prices.quote(live, context)) for other in others if other)
 
@@ -317,7 +310,7 @@ class Planner:
             look = ride
         decision = self._decision(view, choice, reason, second, shadow=self.menu[look], ride=True)
         beside = decision.shape if choice.index and self._behind(view.quote, choice) else None
-        return dataclasses.replace(decision, beside=beside, going=going)
+        return decision._replace(beside=beside, going=going)
 
     def _behind(self, quote: Quote, choice: Choice) -> bool:
         """Whether a dear shape, drafted behind every lookup, loses less than by waiting for what that says."""
@@ -345,16 +338,16 @@ class Planner:
         if decision.tokens > cheap.rate * seconds:
             return self._turned(decision, live)
         if cheap.shadow is not None:
-            cheap = dataclasses.replace(cheap, shape=PLAIN)
+            cheap = cheap._replace(shape=PLAIN)
         self._found += (1 - self._found) / LOOKS
-        return dataclasses.replace(cheap, reason="scores")
+        return cheap._replace(reason="scores")
 
     def _turned(self, decision: Decision, live: int) -> Decision:
         """The shape itself, after a look that promises less: to be drafted, if it is not yet, and fitted."""
         self._found -= self._found / LOOKS
         # Requests may have ended since it was made; what each gets is decided when the draft is there.
         told = {"shadow": None, "ride": False, "beside": None, "going": None}
-        return dataclasses.replace(decision, **told, budgets=np.ones(live, int))
+        return decision._replace(**told, budgets=np.ones(live, int))
 
     def _decision(
         self,

@@ -19,6 +19,7 @@ from specjax.drafters.base import Context, Drafter, Features
 from specjax.drafters.block_drafter import BlockDrafter
 from specjax.drafters.draft_model import DraftModel
 from specjax.drafters.hybrid import Hybrid
+from specjax.drafters.ngram import NGram
 from specjax.drafters.recurrent import Recurrent
 
 RING = 64  # positions; a pass over so many rows in one layer costs about what a few drafted tokens do
@@ -99,6 +100,11 @@ class DrafterSet:
         if all(s.is_chain for s in self.menu):
             return DraftShape.chain(self.kind, depth)
         return DraftShape(self.kind, depth, max(2, *(s.branching for s in self.menu)), rows)
+
+    @property
+    def lookup(self) -> DraftShape | None:
+        """What prompt lookup makes, if it is a member: so cheap that every pass ends with one."""
+        return next((member.shape for member in self.members if isinstance(member, NGram)), None)
 
     def reads_features(self, kind: str) -> bool:
         """Whether the member `kind` falls behind in rounds of others."""

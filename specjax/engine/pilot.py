@@ -5,6 +5,8 @@ What the host does in a round, and when:
     fit the standing draft -> dispatch verify -> learn from the rounds before, decide the next draft, dispatch it
         -> wait for tokens and the draft
 
+Prompt lookup is no dispatch of its own: where it is a member, every pass leaves its draft in the state.
+
 The decision rests on rounds that are over: the one that the device works on is not among them, so nothing waits for it
 and nothing that it samples decides its shape. How much of a draft is verified follows from its scores, which are
 functions of the text so far.
@@ -133,7 +135,8 @@ class Pilot:
         standing = self._standing
         if standing is None:
             self._since = self.clock()
-            state, standing = self._draft(params, state, rows, context, np.zeros(self.programs.batch, int))
+            running = np.zeros(self.programs.batch, int)
+            state, standing = self._propose(self._decide(rows, context), params, state, rows, context, running)
             self._wait(standing, rows)
         spent = standing.cost
         decision, drafts = self._fit(standing, rows, context)
@@ -156,7 +159,8 @@ class Pilot:
         if self._kept is None or len(self._unlearned) >= TOGETHER:
             self._settle()  # while the device is at work
         self._rounds += 1
-        state, following = self._draft(params, state, rows, context, verified)
+        ahead = self._decide(rows, context)
+        state, following = self._propose(ahead, params, state, rows, context, verified, emitted.lookup)
         (emitted,) = following.fetch(emitted)
         now = self.clock()
         for kind, waiting in self._waiting.items():
@@ -199,16 +203,30 @@ class Pilot:
     def _thought(self, what: str, began: float) -> None:
         self.host_s[what] += time.thread_time() - began
 
-    def _draft(
-        self, params: Any, state: State, rows: np.ndarray, context: float, running: np.ndarray
-    ) -> tuple[State, Standing]:
-        """Decide, and dispatch the draft; `running` are the rows that the device may be committing meanwhile."""
-        return self._propose(self._decide(rows, context), params, state, rows, context, running)
-
     def _propose(
-        self, decision: Decision, params: Any, state: State, rows: np.ndarray, context: float, running: np.ndarray
+        self,
+        decision: Decision,
+        params: Any,
+        state: State,
+        rows: np.ndarray,
+        context: float,
+        running: np.ndarray,
+        looked: Any = None,
     ) -> tuple[State, Standing]:
-        """Dispatch the draft of a decision, once its drafter has caught up."""
+        """Dispatch the draft of a decision, once its drafter has caught up.
+
+        Args:
+            decision: what to draft, and why.
+            params: weights.
+            state: the state.
+            rows: batch rows that decode.
+            context: as given to `round`.
+            running: rows that the device may be committing meanwhile, of each request.
+            looked: the prompt lookup that stands in the state, if one does: made by the pass that is under way.
+
+        Returns:
+            The state, and the draft.
+        """
         drafted = decision.shadow or decision.shape
         kinds, caught_up = {drafted.kind, (decision.beside or drafted).kind}, set()
         for kind, waiting in self._waiting.items():
@@ -218,11 +236,15 @@ class Pilot:
                 caught_up.add(kind)
         # The price of a shadow is an extra of a plain round, or of one for which the shape is drafted as well.
         made = PLAIN if decision.shadow and decision.beside is None else decision.shape
-        draft = self.planner.prices.quote(len(rows), context).draft[self.planner.menu.index(made)]
-        extra = self.planner.extra(dataclasses.replace(decision, shape=made), len(rows), context)
+        prices = self.planner.prices
+        draft = prices.quote(len(rows), context).draft[prices.place[made]]
+        extra = self.planner.extra(decision._replace(shape=made), len(rows), context)
         standing = Standing(decision, drafted, None, float(draft) + extra, caught_up)
-        if drafted.depth:
+        if looked is not None and drafted == self.programs.lookup:
+            standing.made = looked
+        elif drafted.depth:
             state, standing.made = self.programs.draft_as(drafted, params, state)
+        if drafted.depth:
             caught_up |= kinds & set(self._waiting)
         if decision.beside is not None:
             standing.draft = state.draft
@@ -253,7 +275,7 @@ class Pilot:
         """The decision with what the draft's scores say, and the draft to follow."""
         decision, shape = standing.decision, standing.shape
         if not shape.depth:
-            return dataclasses.replace(decision, budgets=np.ones(len(rows), int)), []
+            return decision._replace(budgets=np.ones(len(rows), int)), []
         began = time.thread_time()
         proposal = Proposal(standing.made)
         live = np.maximum(proposal.live[rows], 1)

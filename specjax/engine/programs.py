@@ -58,6 +58,7 @@ class Programs:
     Attributes:
         widths: verify sizes, narrow to wide.
         sizes: prefill chunk sizes, small to large.
+        lookup: the shape that a pass of a set leaves drafted in the state; None where it leaves no draft.
         rounds: rounds that stay on the device; more than one are a program of their own (`spec_steps`), which takes the
             place of the verify programs.
     """
@@ -67,18 +68,19 @@ class Programs:
         self.widths = verify_widths(batch, stage.shape.rows)
         self._members: dict[DraftShape, Callable] = {}
         self._catch_up: dict[str, Callable] = {}
+        self.lookup: DraftShape | None = None
+        a_pass: Callable = step.verify_commit
         if isinstance(stage.drafter, DrafterSet):
             self.widths = planned_widths(batch, stage.shape.rows)
             self._members, self._catch_up = _member_programs(stage, stage.drafter)
+            self.lookup, a_pass = stage.drafter.lookup, step.verify_and_look
         self.initial = jax.jit(initial)
         self._insert = jax.jit(entry.insert, donate_argnums=0)
         self._release = jax.jit(functools.partial(entry.release, stage), donate_argnums=0)
         self._prefill = {
             size: target_program(stage.kernels, functools.partial(entry.prefill, stage, size)) for size in sizes
         }
-        self._verify = {
-            w: target_program(stage.kernels, functools.partial(step.verify_commit, stage, w)) for w in self.widths
-        }
+        self._verify = {w: target_program(stage.kernels, functools.partial(a_pass, stage, w)) for w in self.widths}
         self._draft = draft_program(traced_with(stage.kernels, functools.partial(_draft, stage)))
         self._many: dict[int, Callable] = {}
 
@@ -112,8 +114,8 @@ class Programs:
         return self._members[shape](params, state)
 
     def catch_up(self, kind: str, params: Any, state: State) -> State:
-        """Let a member of a set take in all that waits for it. The state's draft is then not one to verify."""
-        return self._catch_up[kind](params, state)[0]
+        """Let a member of a set take in all that waits for it. The draft that stands stays."""
+        return dataclasses.replace(self._catch_up[kind](params, state)[0], draft=state.draft)
 
     def draft(self, params: Any, state: State) -> tuple[State, jax.Array]:
         """Redraft; also the live rows of each request (0: not active), for `fit`."""

@@ -71,12 +71,15 @@ class Emitted:
         finish: RUNNING, STOP or LENGTH.
         logprobs: raw log-probability of each token, rank, and the `top` best ids and their log-probabilities; None
             where the engine was built without logprobs.
+        lookup: the draft that stands in the state after the round (`proposal.packed`), where that makes one itself: in
+            a set with prompt lookup.
     """
 
     tokens: Int[Array, "b k"]
     counts: Int[Array, " b"]
     finish: Int[Array, " b"]
     logprobs: "Logprobs | None"
+    lookup: "Int[Array, 'b e'] | None" = None
 
 
 @pytree

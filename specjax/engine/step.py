@@ -19,6 +19,7 @@ from specjax.draft import Draft, DraftShape, Rows, pack, widen
 from specjax.drafters.base import Drafter, Features
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.engine.accept import accept
+from specjax.engine.proposal import packed
 from specjax.engine.state import LENGTH, RUNNING, STOP, Emitted, Logprobs, State
 from specjax.pallas_kernels.dispatch import Kernels
 from specjax.targets.decoder import Output, Target
@@ -87,6 +88,21 @@ def verify_commit(
         draft, accepted = accept_path(stage, width, logits, rows, state)
     with jax.named_scope("commit"):
         return commit(stage, width, state, rows, out, logits, draft, accepted)
+
+
+def verify_and_look(
+    stage: Stage, width: Width, params: Any, state: State, budgets: Int[Array, " b"]
+) -> tuple[State, Emitted]:
+    """`verify_commit` for a set; where prompt lookup is a member, its draft for the next round then stands.
+
+    It is made in the pass's own program: to dispatch it takes the host longer than to make it takes the device.
+    """
+    state, emitted = verify_commit(stage, width, params, state, budgets)
+    assert isinstance(stage.drafter, DrafterSet)
+    if (shape := stage.drafter.lookup) is None:
+        return state, emitted
+    state, scores = redraft_as(stage, shape, False, params, state)
+    return state, dataclasses.replace(emitted, lookup=packed(state, scores))
 
 
 def verify(stage: Stage, width: Width, params: Any, state: State) -> tuple[Rows, Output, Float[Array, "N v"]]:

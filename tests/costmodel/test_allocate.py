@@ -28,15 +28,31 @@ def test_no_other_sharing_gains_more(seed):
         assert 3 + sum(sums[r, b - 1] for r, b in enumerate(budgets)) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("requests", [1, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_going_rate_and_the_ratio_choose_alike(seed):
+def test_the_going_rate_and_the_ratio_choose_alike(seed, requests):
     """Dinkelbach: at the optimal rate the surplus is greatest, and zero, at the optimum of the ratio."""
-    given, rows = chances(4, 6, seed), [4, 8, 16, 28]
-    seconds = 1 + np.array(rows) * np.random.default_rng(seed).uniform(0.01, 0.1)
-    index, rate = allocate.best_rate(given, rows, seconds)
-    tokens = allocate.expected(given, rows)
-    assert allocate.best_surplus(tokens, seconds, rate) == index
-    assert tokens[index] - rate * seconds[index] == pytest.approx(0)
+    given, rows = chances(requests, 6, seed), requests * np.array([1, 2, 4, 7])
+    seconds = 1 + rows * np.random.default_rng(seed).uniform(0.01, 0.1)
+    rates = allocate.expected(given, rows) / seconds
+    index, tokens, budgets = allocate.cut(given, rows, seconds, rates.max())
+    assert index == rates.argmax()
+    assert tokens - rates.max() * seconds[index] == pytest.approx(0)
+    assert budgets.tolist() == allocate.budgets(given, int(rows[index])).tolist()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.9, 2.0, 9.0])
+@pytest.mark.parametrize("seed", range(5))
+def test_one_request_is_cut_as_any_batch(seed, rate):
+    """In a plain loop: the same pass as by sorting, with nodes behind that have no chance, and passes too wide."""
+    given, rows = chances(1, 6, seed), np.array([1, 2, 4, 7, 14])
+    given[0, 4:] = 0.0
+    seconds = 0.5 + np.array([0.5, 0.6, 0.7, 0.75, 3.0])
+    index, tokens, budgets = allocate.cut(given, rows, seconds, rate)
+    surplus = allocate.expected(given, rows) - rate * seconds
+    assert index == surplus.argmax()
+    assert tokens == pytest.approx(allocate.expected(given, rows)[index])
+    assert budgets.tolist() == allocate.budgets(given, int(rows[index])).tolist()
 
 
 def test_nodes_without_a_chance_get_no_row():

@@ -191,7 +191,7 @@ def test_a_drafter_that_was_off_pays_its_way_back():
     plan = planner(prices, explore=False, ring=4)
     plan.books.current = PLAIN
     plan.books.missed["mtp"] = 100.0
-    decision = dataclasses.replace(plan.decide(np.arange(3), 500.0), shape=SHAPES[2], shadow=None)
+    decision = plan.decide(np.arange(3), 500.0)._replace(shape=SHAPES[2], shadow=None)
     assert plan.extra(decision, 3, 500.0) == pytest.approx(1 + 0.5 * 100)
     play(plan, 0, 20)
     assert plan.books.missed["mtp"] <= 4 * 3  # no more than the ring holds of each request
@@ -341,7 +341,7 @@ def test_a_lookup_is_made_before_a_dear_draft_and_may_save_it():
         live, nodes = nothing
         turned = plan.fit(decision, rows, live, 500.0, nodes)
         assert (turned.shape, turned.shadow, turned.looks) == (dear, None, False)
-        fewer = dataclasses.replace(decision, budgets=np.array([3, 3]))  # a second request has ended since
+        fewer = decision._replace(budgets=np.array([3, 3]))  # a second request has ended since
         assert plan.fit(fewer, rows, live, 500.0, nodes).budgets.tolist() == [1]
         drafted = plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.9, 3))
         assert drafted.shape == dear and drafted.budgets.tolist() == [3]
@@ -425,7 +425,7 @@ def test_rounds_of_any_kind_make_what_is_known_older():
     def pass_by(rounds):
         for _ in range(rounds):
             about = {"seconds": 1.0, "count": 3, "drafts": nothing, "accepted": nothing}
-            plan.observe(dataclasses.replace(decision, shadow=None), rows, 500.0, **about)
+            plan.observe(decision._replace(shadow=None), rows, 500.0, **about)
 
     pass_by(8)
     trials, seen = plan.acceptance.trials(decision.shadow), plan.scores._tally.sum()

@@ -13,7 +13,7 @@ from specjax.config import ConfigError
 from specjax.draft import PLAIN, DraftShape
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
-from specjax.engine.calibrate import ASIDES, Cells, _Bench, calibrate, table_path
+from specjax.engine.calibrate import ASIDES, LEAST, Cells, _Bench, calibrate, table_path
 from specjax.engine.pricing import find_table, provenance
 from specjax.sampling import SamplingParams
 
@@ -95,9 +95,9 @@ def test_rows_are_those_of_the_programs(engine, table, tmp_path, monkeypatch):
 
 
 def test_a_cheap_draft_is_not_told_by_one_of_them(engine, tmp_path, monkeypatch):
-    """Passes of a second that differ by 4 ms, drafts of 1 ms and of 100 ms."""
+    """Passes of a second that differ by 4 ms, drafts of 1 ms and of 100 ms. What each pass makes costs nothing."""
     bench = _Bench(engine, Cells(tmp_path / "cells", {}), lambda *what: None)
-    cost = {LOOKUP: 0.001, DraftShape.chain("ngram", 2): 0.1}
+    cost = {DraftShape.chain("ngram", 1): 0.001, DraftShape.chain("ngram", 2): 0.1}
 
     def once(live, rows, context, draft=None, kind=None, times=1):
         return 1.0 if draft is None else 1.004 + times * cost[draft]
@@ -106,6 +106,7 @@ def test_a_cheap_draft_is_not_told_by_one_of_them(engine, tmp_path, monkeypatch)
     cheap, dear = (bench.draft(shape, 2, 16) for shape in cost)
     assert cheap == pytest.approx(0.001 + 0.004 / 8)
     assert dear == pytest.approx(0.104)
+    assert bench.draft(LOOKUP, 2, 16) == LEAST
 
 
 def test_a_table_comes_back_from_its_file_and_is_found(table, wanted, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Drafters that take turns: the text stays plain decoding's, and one that sat out drafts as if it never had."""
 
-import dataclasses
 import math
 
 import jax
@@ -37,6 +36,7 @@ class Scripted:
     def __init__(self, turns):
         self.turns, self.round = turns, 0
         self.menu = (PLAIN, *MENU)
+        self.place = {shape: index for index, shape in enumerate(self.menu)}
         self.prices = self
         self.draft = np.zeros(len(self.menu))
         self.seen, self.learned, self.shadows, self.started = [], [], [], []
@@ -64,7 +64,7 @@ class Scripted:
         budgets[0] = max(budgets[0] - 1, 1)
         if decision.shadow is not None:
             budgets = np.ones(len(rows), int)
-        return dataclasses.replace(decision, rows=int(budgets.sum()), budgets=budgets)
+        return decision._replace(rows=int(budgets.sum()), budgets=budgets)
 
     def observe(self, decision, rows, context, *, seconds, count, drafts, accepted):
         assert seconds > 0
@@ -189,7 +189,7 @@ def test_shadows_tell_what_would_have_been_accepted(engine):
     planner = piloted(engine, [(PLAIN, LOOKUP)])
     engine.generate(PROMPTS[0], params)
     verified = piloted(engine, [(LOOKUP, None)])
-    verified.fit = lambda decision, rows, live, context, nodes: dataclasses.replace(decision, budgets=live + 1)
+    verified.fit = lambda decision, rows, live, context, nodes: decision._replace(budgets=live + 1)
     engine.generate(PROMPTS[0], params)
     assert {shape for shape, *_ in planner.learned} == {LOOKUP}
     # A round whose drafter had nothing is told of as such, once.
@@ -210,7 +210,7 @@ def test_every_round_is_learned_once_and_of_its_own_draft(engine):
     """
     params = SamplingParams(max_tokens=60)
     planner = piloted(engine, [(LOOKUP, None)])
-    planner.fit = lambda decision, rows, live, context, nodes: dataclasses.replace(decision, budgets=live + 1)
+    planner.fit = lambda decision, rows, live, context, nodes: decision._replace(budgets=live + 1)
     rounds = 0
     for prompt in PROMPTS[:2]:
         rounds += engine.generate(prompt, params).spec.rounds
@@ -242,7 +242,7 @@ def test_deciding_takes_its_share_of_the_time_and_no_more(engine):
     def run(thinking, reason="best"):
         planner = piloted(engine, [(LOOKUP, None)])
         decide = planner.decide
-        planner.decide = lambda rows, context: dataclasses.replace(decide(rows, context), reason=reason)
+        planner.decide = lambda rows, context: decide(rows, context)._replace(reason=reason)
         engine.pilot = Pilot(planner, engine.drafter, engine.programs, thinking=thinking, clock=Ticking(1.0))
         results = [engine.generate(prompt, params) for prompt in PROMPTS[:2]]
         assert [result.token_ids for result in results] == texts
@@ -281,7 +281,7 @@ def test_a_shadow_that_its_scores_recommend_is_verified(engine):
     planner = piloted(engine, [(PLAIN, LOOKUP)])
 
     def promote(decision, rows, live, context, nodes):
-        return dataclasses.replace(decision, shape=LOOKUP, shadow=None, reason="scores", budgets=live + 1)
+        return decision._replace(shape=LOOKUP, shadow=None, reason="scores", budgets=live + 1)
 
     planner.fit = promote
     result = engine.generate(PROMPTS[0], params)
@@ -309,6 +309,36 @@ def test_rounds_that_are_learned_from_together_teach_what_they_do_one_by_one(eng
     assert len(set(together[2])) <= math.ceil(len(seen) / pilot.TOGETHER) + 1
 
 
+def test_every_pass_leaves_the_lookup_that_a_program_of_its_own_would_make(engine):
+    """And it stays while a drafter that is off catches up."""
+    piloted(engine, [(LOOKUP, None)])
+    programs, checked, caught_up = engine.programs, [], []
+    verify, catch_up = programs.verify, programs.catch_up
+
+    def compare(width, params, state, budgets):
+        state, emitted = verify(width, params, state, budgets)
+        left = jax.tree.map(np.asarray, (state.draft, emitted.lookup))
+        state, made = programs.draft_as(LOOKUP, params, state)
+        for one, other in zip(jax.tree.leaves(left), jax.tree.leaves((state.draft, made)), strict=True):
+            np.testing.assert_array_equal(one, other)
+        checked.append(np.asarray(emitted.lookup)[:, 0])
+        return state, emitted
+
+    def kept(kind, params, state):
+        after = catch_up(kind, params, state)
+        caught_up.append(after.draft is state.draft)
+        return after
+
+    programs.verify, programs.catch_up = compare, kept
+    try:
+        engine.generate(PROMPTS, SamplingParams(max_tokens=70))
+    finally:
+        programs.verify, programs.catch_up = verify, catch_up
+    live = np.array(checked)
+    assert (live > 1).any() and (live == 0).any()  # there are drafts, and rows in which nothing decodes
+    assert len(caught_up) > 1 and all(caught_up)
+
+
 @pytest.mark.parametrize("beside", [None, CHAIN], ids=["waits", "right behind"])
 def test_a_dear_draft_is_made_where_the_cheap_one_that_was_made_first_has_nothing(engine, beside):
     """Or is made behind it in any case, and only verified then: that saves the wait. The text stays what it is."""
@@ -320,9 +350,9 @@ def test_a_dear_draft_is_made_where_the_cheap_one_that_was_made_first_has_nothin
     def fit(decision, rows, live, context, nodes):
         budgets = live + 1
         if decision.shadow is None:
-            return dataclasses.replace(decision, budgets=budgets)
+            return decision._replace(budgets=budgets)
         told = {"shape": LOOKUP, "reason": "scores"} if live.any() else {"shape": CHAIN, "beside": None}
-        return dataclasses.replace(decision, **told, shadow=None, ride=False, budgets=budgets)
+        return decision._replace(**told, shadow=None, ride=False, budgets=budgets)
 
     planner.fit, drafted, real = fit, [], engine.programs.draft_as
 
@@ -342,9 +372,10 @@ def test_a_dear_draft_is_made_where_the_cheap_one_that_was_made_first_has_nothin
     assert copied[: len(judged) - 1] == judged[:-1] and sum(accepted for _, accepted in copied) > 0
     shapes = [shape for shape, *_ in planner.seen]
     assert set(shapes) == {LOOKUP, CHAIN}
-    # One look a round (the last one is for nobody), and one dear draft for each round of its own, or for every look.
+    # The first look by itself, those behind by the passes; and one dear draft for each round of its own, or for every
+    # look (the last one is for nobody).
     dear = shapes.count(CHAIN) if beside is None else len(shapes) + 1
-    assert drafted.count(LOOKUP) == len(shapes) + 1 and drafted.count(CHAIN) == dear
+    assert drafted.count(LOOKUP) == 1 and drafted.count(CHAIN) == dear
     assert all(drafts[0] for _, _, drafts, _ in planner.seen[:-2])  # the end leaves no room for some
     assert {shape for shape, *_ in planner.learned} == {LOOKUP, CHAIN}
     assert planner.shadows.count((LOOKUP, 0, 0)) == shapes.count(CHAIN)
@@ -362,9 +393,7 @@ def test_requests_of_a_batch_end_while_lookups_are_made_first(engine, beside):
     def hopeful(rows, context):
         decision = decide(rows, context)
         chain = {"shape": CHAIN, "seconds": decision.seconds, "tokens": 2.9 * len(rows)}
-        return dataclasses.replace(
-            decision, shadow=LOOKUP, ride=True, reason="best", beside=beside, going=None, **chain
-        )
+        return decision._replace(shadow=LOOKUP, ride=True, reason="best", beside=beside, going=None, **chain)
 
     planner.decide = hopeful
     real = engine.programs.draft_as
