@@ -106,6 +106,11 @@ class DrafterSet:
         """What prompt lookup makes, if it is a member: so cheap that every pass ends with one."""
         return next((member.shape for member in self.members if isinstance(member, NGram)), None)
 
+    @property
+    def steps(self) -> int:
+        """Rows of a request that one round leaves to be taken in, at most."""
+        return self.shape.depth + 1
+
     def reads_features(self, kind: str) -> bool:
         """Whether the member `kind` falls behind in rounds of others."""
         member = self.members[self._index(kind)]
@@ -157,7 +162,7 @@ class DrafterSet:
         )
 
     def draft(
-        self, params: Any, state: SetState, context: Context, shape: DraftShape, catch_up: bool = False
+        self, params: Any, state: SetState, context: Context, shape: DraftShape, waiting: int
     ) -> tuple[Draft, SetState]:
         """A draft by the member that `shape` names.
 
@@ -166,25 +171,24 @@ class DrafterSet:
             state: of the set.
             context: what is committed.
             shape: an entry of the menu.
-            catch_up: make room for all rows that may wait; otherwise for those of one round.
+            waiting: rows of a request that wait for the member, at most; one that reads no features has none.
         """
         index = self._index(shape.kind)
         member = self.members[index]
         taken = state.taken
         if self.reads_features(shape.kind):
-            rows = self.ring if catch_up else self.shape.depth + 1
             end = context.lengths - 1
             # The newest row is taken in again if nothing was committed since: its output is what drafts start from.
             start = jnp.clip(taken[index], 0, jnp.maximum(end - 1, 0))
-            positions = start[:, None] + jnp.arange(rows, dtype=jnp.int32)
+            positions = start[:, None] + jnp.arange(waiting, dtype=jnp.int32)
             slots = (positions % self.ring)[:, :, None]
-            waiting = Features(
+            features = Features(
                 positions=positions,
-                count=jnp.minimum(end - start, rows),
+                count=jnp.minimum(end - start, waiting),
                 hidden=None if state.hidden is None else jnp.take_along_axis(state.hidden, slots, axis=1),
                 taps=None if state.taps is None else jnp.take_along_axis(state.taps, slots, axis=1),
             )
-            context = dataclasses.replace(context, features=self._view(member, waiting))
+            context = dataclasses.replace(context, features=self._view(member, features))
             taken = taken.at[index].set(jnp.where(context.active, end, taken[index]))
         drafted, memory = member.draft(params[index], state.members[index], context, shape)
         members = (*state.members[:index], memory, *state.members[index + 1 :])

@@ -146,6 +146,8 @@ class Recurrent(Causal):
         after = jnp.minimum(positions + 1, context.tokens.shape[1] - 1)
         condition = self.condition(params, features)
         out, tile = self.take_in(params, state, context.tokens[request, after], condition, positions, positions[:, 0])
+        # Written only when it has been read: otherwise a compiler may copy the whole cache to keep what is read.
+        out, state = jax.lax.optimization_barrier((out, state))
         state = self.keep(state, tile, features, context)
         last = jnp.maximum(features.count - 1, 0)
         return jnp.take_along_axis(out, last[:, None, None], axis=1), state

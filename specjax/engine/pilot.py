@@ -91,7 +91,7 @@ class Pilot:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.planner, self.programs, self.thinking, self.clock = planner, programs, thinking, clock
-        self._steps, self._ring = drafters.shape.depth + 1, drafters.ring
+        self._steps, self._ring = drafters.steps, drafters.ring
         kinds = [member.kind for member in drafters.members if drafters.reads_features(member.kind)]
         self._waiting = {kind: np.zeros(programs.batch, int) for kind in kinds}  # rows to take in, of each request
         self._standing: Standing | None = None
@@ -228,12 +228,13 @@ class Pilot:
             The state, and the draft.
         """
         drafted = decision.shadow or decision.shape
-        kinds, caught_up = {drafted.kind, (decision.beside or drafted).kind}, set()
+        kinds, caught_up, waits = {drafted.kind, (decision.beside or drafted).kind}, set(), {}
         for kind, waiting in self._waiting.items():
-            most = int((waiting + running)[rows].max())
+            waits[kind] = most = int((waiting + running)[rows].max())
             if (kind in kinds and most > self._steps) or most + self._steps > self._ring:
                 state = self.programs.catch_up(kind, params, state)
                 caught_up.add(kind)
+                waits[kind] = 1  # the newest is taken in again
         # The price of a shadow is an extra of a plain round, or of one for which the shape is drafted as well.
         made = PLAIN if decision.shadow and decision.beside is None else decision.shape
         prices = self.planner.prices
@@ -243,12 +244,13 @@ class Pilot:
         if looked is not None and drafted == self.programs.lookup:
             standing.made = looked
         elif drafted.depth:
-            state, standing.made = self.programs.draft_as(drafted, params, state)
+            state, standing.made = self.programs.draft_as(drafted, params, state, waits.get(drafted.kind, 0))
         if drafted.depth:
             caught_up |= kinds & set(self._waiting)
         if decision.beside is not None:
             standing.draft = state.draft
-            state, made = self.programs.draft_as(decision.beside, params, state)
+            beside = decision.beside
+            state, made = self.programs.draft_as(beside, params, state, waits.get(beside.kind, 0))
             standing.behind = Standing(decision, decision.beside, made, 0.0, set())
         return state, standing
 

@@ -20,6 +20,8 @@ from specjax.engine.state import Emitted, State
 from specjax.engine.step import Stage, Width
 from specjax.pallas_kernels.dispatch import Kernels, traced_with
 
+FEW = 3  # rows of a request that most rounds commit, at most
+
 
 def verify_widths(batch: int, rows: int) -> tuple[Width, ...]:
     """The menu of verify sizes, narrow to wide: the fullest pass, halved as long as that is worth a program.
@@ -66,13 +68,14 @@ class Programs:
     def __init__(self, stage: Stage, batch: int, sizes: tuple[int, ...], rounds: int, initial: Callable[[], State]):
         self.stage, self.batch, self.sizes, self.rounds = stage, batch, sizes, rounds
         self.widths = verify_widths(batch, stage.shape.rows)
-        self._members: dict[DraftShape, Callable] = {}
+        self._members: dict[tuple[DraftShape, int], Callable] = {}
         self._catch_up: dict[str, Callable] = {}
         self.lookup: DraftShape | None = None
         a_pass: Callable = step.verify_commit
         if isinstance(stage.drafter, DrafterSet):
             self.widths = planned_widths(batch, stage.shape.rows)
-            self._members, self._catch_up = _member_programs(stage, stage.drafter)
+            self._rooms = {member.kind: _rooms(stage.drafter, member.kind) for member in stage.drafter.members}
+            self._members, self._catch_up = _member_programs(stage, stage.drafter, self._rooms)
             self.lookup, a_pass = stage.drafter.lookup, step.verify_and_look
         self.initial = jax.jit(initial)
         self._insert = jax.jit(entry.insert, donate_argnums=0)
@@ -109,9 +112,12 @@ class Programs:
     ) -> tuple[State, Emitted]:
         return self._verify[width](params, state, budgets)
 
-    def draft_as(self, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array]:
-        """Redraft in a shape of the set's menu; also the draft for the host (`proposal.packed`)."""
-        return self._members[shape](params, state)
+    def draft_as(self, shape: DraftShape, params: Any, state: State, waiting: int = 1) -> tuple[State, jax.Array]:
+        """Redraft in a shape of the set's menu; also the draft for the host (`proposal.packed`).
+
+        No more than `waiting` rows of a request wait for the shape's drafter, and no more than one round leaves.
+        """
+        return self._members[shape, next(room for room in self._rooms[shape.kind] if room >= waiting)](params, state)
 
     def catch_up(self, kind: str, params: Any, state: State) -> State:
         """Let a member of a set take in all that waits for it. The draft that stands stays."""
@@ -157,8 +163,8 @@ class Programs:
         tick("insert")
         state = self.release(state, 0, 1)
         tick("release")
-        for shape in self._members:
-            state, _ = self.draft_as(shape, params, state)
+        for shape, room in self._members:
+            state, _ = self.draft_as(shape, params, state, room)
             tick(f"draft {shape.kind} {shape.rows}")
         for kind in self._catch_up:
             state = self.catch_up(kind, params, state)
@@ -211,22 +217,38 @@ def _draft(stage: Stage, params: Any, state: State) -> tuple[State, jax.Array]:
     return state, jnp.where(state.active, state.draft.lengths, 0)
 
 
-def _member_programs(stage: Stage, drafters: DrafterSet) -> tuple[dict[DraftShape, Callable], dict[str, Callable]]:
-    """A draft program for each shape of a set's menu, and one for each member that falls behind, to catch up."""
-    drafts: dict[DraftShape, Callable] = {
-        shape: draft_program(functools.partial(_draft_as, stage, shape)) for shape in drafters.menu
+def _rooms(drafters: DrafterSet, kind: str) -> tuple[int, ...]:
+    """Rows that a draft of a kind takes in first: what most rounds leave, and what any round does.
+
+    For a batch the rows of a round that verified a lookup cost as much as the draft itself, and hardly one is real.
+    """
+    return (
+        tuple(sorted({min(FEW, drafters.steps), drafters.steps}))
+        if drafters.reads_features(kind)
+        else (drafters.steps,)
+    )
+
+
+def _member_programs(
+    stage: Stage, drafters: DrafterSet, rooms: dict[str, tuple[int, ...]]
+) -> tuple[dict[tuple[DraftShape, int], Callable], dict[str, Callable]]:
+    """Draft programs for each shape of a set's menu, and one for each member that falls behind, to catch up."""
+    drafts: dict[tuple[DraftShape, int], Callable] = {
+        (shape, room): draft_program(functools.partial(_draft_as, stage, shape, room))
+        for shape in drafters.menu
+        for room in rooms[shape.kind]
     }
     catch_up: dict[str, Callable] = {}
     for shape in sorted(drafters.menu, key=lambda shape: -shape.rows):  # the smallest shape stays
         if drafters.reads_features(shape.kind):
-            catch_up[shape.kind] = draft_program(functools.partial(_catch_up, stage, shape))
+            catch_up[shape.kind] = draft_program(functools.partial(_catch_up, stage, shape, drafters.ring))
     return drafts, catch_up
 
 
-def _catch_up(stage: Stage, shape: DraftShape, params: Any, state: State) -> tuple[State]:
-    return (step.redraft_as(stage, shape, True, params, state)[0],)
+def _catch_up(stage: Stage, shape: DraftShape, ring: int, params: Any, state: State) -> tuple[State]:
+    return (step.redraft_as(stage, shape, ring, params, state)[0],)
 
 
-def _draft_as(stage: Stage, shape: DraftShape, params: Any, state: State) -> tuple[State, jax.Array]:
-    state, scores = step.redraft_as(stage, shape, False, params, state)
+def _draft_as(stage: Stage, shape: DraftShape, room: int, params: Any, state: State) -> tuple[State, jax.Array]:
+    state, scores = step.redraft_as(stage, shape, room, params, state)
     return state, packed(state, scores)

@@ -101,7 +101,7 @@ def verify_and_look(
     assert isinstance(stage.drafter, DrafterSet)
     if (shape := stage.drafter.lookup) is None:
         return state, emitted
-    state, scores = redraft_as(stage, shape, False, params, state)
+    state, scores = redraft_as(stage, shape, 0, params, state)
     return state, dataclasses.replace(emitted, lookup=packed(state, scores))
 
 
@@ -176,11 +176,11 @@ def redraft(stage: Stage, params: Any, state: State) -> State:
     return _with_draft(state, draft, stage.shape, memory)
 
 
-def redraft_as(stage: Stage, shape: DraftShape, catch_up: bool, params: Any, state: State) -> tuple[State, Array]:
+def redraft_as(stage: Stage, shape: DraftShape, waiting: int, params: Any, state: State) -> tuple[State, Array]:
     """`redraft` by one drafter of a set, in one shape of its menu (see `DrafterSet.draft`); also the nodes' scores."""
     assert isinstance(stage.drafter, DrafterSet)
     with jax.named_scope(f"draft_{shape.kind}"):
-        draft, memory = stage.drafter.draft(params["drafter"], state.drafter, state.context, shape, catch_up)
+        draft, memory = stage.drafter.draft(params["drafter"], state.drafter, state.context, shape, waiting)
     draft = widen(draft, stage.shape.rows)
     assert draft.scores is not None  # members of a set are deterministic
     return _with_draft(state, draft, shape, memory), draft.scores

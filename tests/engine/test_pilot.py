@@ -1,5 +1,7 @@
 """Drafters that take turns: the text stays plain decoding's, and one that sat out drafts as if it never had."""
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -15,7 +17,7 @@ from specjax.draft import PLAIN, DraftShape
 from specjax.drafters import learned
 from specjax.drafters.drafter_set import DrafterSet
 from specjax.drafters.ngram import NGram
-from specjax.engine import pilot
+from specjax.engine import pilot, step
 from specjax.engine.pilot import Pilot
 from specjax.engine.pricing import find_table
 from specjax.engine.proposal import Proposal
@@ -139,9 +141,9 @@ def test_a_drafter_that_sat_out_drafts_as_if_it_never_had(engine, drafters, turn
     seen = []
     real = engine.programs.draft_as
 
-    def spy(shape, params, state):
+    def spy(shape, params, state, waiting):
         tokens, lengths = jax.device_get((state.tokens, state.lengths))
-        state, made = real(shape, params, state)
+        state, made = real(shape, params, state, waiting)
         proposal = Proposal(np.array(made))
         proposed, _, _ = proposal.nodes(np.array([0]), proposal.live[0])
         seen.append((shape, tokens[0, : lengths[0]].tolist(), proposed[0].tolist()))
@@ -309,6 +311,20 @@ def test_rounds_that_are_learned_from_together_teach_what_they_do_one_by_one(eng
     assert len(set(together[2])) <= math.ceil(len(seen) / pilot.TOGETHER) + 1
 
 
+@pytest.mark.parametrize("shape", [TREE, CHAIN, MODULE], ids=lambda shape: f"{shape.kind}-{shape.rows}")
+def test_a_draft_copies_no_cache(engine, shape):
+    """Keys and values are written where they lie: at batch 16 copies took a third of the time of a draft of one."""
+    state = dataclasses.replace(engine._state, cache=None, draft=None)
+    program = jax.jit(functools.partial(step.redraft_as, engine.programs.stage, shape, 3), donate_argnums=1)
+    text = program.lower({"drafter": engine.params["drafter"]}, state).compile().as_text()
+    place = [member.kind for member in engine.drafter.members].index(shape.kind)
+    pages = state.drafter.members[place].k[0]
+    kept = f"f32[{','.join(map(str, pages.shape))}]"
+    written = [line for line in text.splitlines() if f"= {kept}" in line]
+    assert any("scatter" in line for line in written)
+    assert not [line for line in written if " copy(" in line]
+
+
 def test_every_pass_leaves_the_lookup_that_a_program_of_its_own_would_make(engine):
     """And it stays while a drafter that is off catches up."""
     piloted(engine, [(LOOKUP, None)])
@@ -356,9 +372,9 @@ def test_a_dear_draft_is_made_where_the_cheap_one_that_was_made_first_has_nothin
 
     planner.fit, drafted, real = fit, [], engine.programs.draft_as
 
-    def spy(shape, params, state):
+    def spy(shape, params, state, waiting):
         drafted.append(shape)
-        return real(shape, params, state)
+        return real(shape, params, state, waiting)
 
     engine.programs.draft_as = spy
     try:
