@@ -50,6 +50,7 @@ class Books:
     def __init__(self, table: Table, menu: Sequence[DraftShape], ring: int):
         self.table, self.menu, self.ring = table, tuple(menu), ring
         self._place = {shape: index for index, shape in enumerate(self.menu)}
+        self._steps = 1 + max(shape.depth for shape in self.menu)  # tokens that a draft takes in of itself
         self.current = PLAIN
         self.rounds = 0
         self.ahead = 0.0
@@ -75,11 +76,14 @@ class Books:
 
     # ---------------------------------------------------------------- what changes cost
 
-    def entry(self, shape: DraftShape) -> float:
+    def entry(self, shape: DraftShape, live: int) -> float:
         """Seconds to take up a shape: the switch, and what its drafter has to catch up on."""
-        if shape == self.current:
-            return 0.0
-        return self.table.switch + self.table.catch_up_time(shape.kind, self.missed.get(shape.kind, 0.0))
+        return 0.0 if shape == self.current else self.table.switch + self.catch_up(shape.kind, live)
+
+    def catch_up(self, kind: str, live: int) -> float:
+        """Seconds that a drafter takes before it can draft; what a single round leaves is taken in by the draft."""
+        missed = self.missed.get(kind, 0.0)
+        return self.table.catch_up_time(kind, missed) if missed > self._steps * live else 0.0
 
     def back(self, shape: DraftShape, live: int) -> float:
         """Seconds to return to the current shape from a short trial of another."""
@@ -88,12 +92,17 @@ class Books:
         missed = 2.0 * live if shape.kind != self.current.kind else 0.0
         return self.table.switch + self.table.catch_up_time(self.current.kind, missed)
 
-    def shadow(self, shape: DraftShape, quote: Quote) -> float:
+    def shadow(self, shape: DraftShape, quote: Quote, live: int) -> float:
         """Seconds to draft a shape beside a plain round."""
-        drafting = quote.draft[self._place[shape]] - self.table.fixed
-        return float(drafting + self.table.catch_up_time(shape.kind, self.missed[shape.kind]))
+        return float(quote.draft[self._place[shape]] - self.table.fixed) + self.catch_up(shape.kind, live)
 
     # ---------------------------------------------------------------- after a round
+
+    def commit(self, decision: Decision, live: int, accepted: int) -> None:
+        """A round's tokens are known: whoever did not draft for it has missed them."""
+        drafted = {made.kind for made in (decision.shape, decision.shadow, decision.beside) if made is not None}
+        for kind, missed in self.missed.items():
+            self.missed[kind] = 0.0 if kind in drafted else min(missed + live + accepted, float(self.ring * live))
 
     def enter(
         self, decision: Decision, live: int, drafted: int, accepted: int, *, seconds: float, extra: float, plain: float
@@ -116,10 +125,6 @@ class Books:
         if drafted:
             self.drafted[kind] += drafted
             self.accepted[kind] += accepted
-        for kind in self.missed:
-            on = kind in {made.kind for made in (decision.shape, decision.shadow, decision.beside) if made is not None}
-            missed = self.missed[kind] + float(live + accepted)
-            self.missed[kind] = 0.0 if on else min(missed, float(self.ring * live))
         tokens = live + float(accepted)
         self.ahead = min(self.ahead + tokens / live - seconds / plain, OPENING)
         outcome = decision.seconds, seconds, decision.tokens, tokens

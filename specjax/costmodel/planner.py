@@ -71,6 +71,9 @@ class Planner:
         self._trials = Trials(self.books)
         self._forest = Forest(self.menu, self.acceptance)
         self._found = 0.5  # share of lookups before a dear draft that were verified, of late
+        self._rent = (
+            0.0  # seconds lost in rounds whose better shape was not made, as its drafter would have to catch up
+        )
 
     def start(self, row: int, temperature: float = 0.0) -> None:
         """A new request decodes in a row of the batch."""
@@ -163,13 +166,27 @@ class Planner:
 
     def extra(self, decision: Decision, live: int, context: float) -> float:
         """Seconds that a round takes beside its shape: to take the shape up, and for drafts that are not verified."""
-        entry = 0.0 if decision.reason == "scores" else self.books.entry(decision.shape)
+        books, shape = self.books, decision.shape
+        late = decision.reason == "scores" or shape == books.current
+        entry = books.catch_up(shape.kind, live) if late else books.entry(shape, live)
         if decision.shadow is decision.beside is None:
             return entry
-        others = {decision.shadow, decision.beside} - {None, decision.shape}
-        return entry + sum(self.books.shadow(other, self.prices.quote(live, context)) for other in others if other)
+        others, quote = {decision.shadow, decision.beside} - {None, shape}, self.prices.quote(live, context)
+        return entry + sum(books.shadow(other, quote, live) for other in others if other)
 
     # ---------------------------------------------------------------- learning
+
+    def committed(self, decision: Decision, live: int, context: float, accepted: int) -> float:
+        """A round's tokens are known, though nothing may be learned of it yet: see `observe`.
+
+        What the next decision rests on must not be old: which drafters have missed tokens.
+
+        Returns:
+            Seconds that the round took beside its shape.
+        """
+        extra = self.extra(decision, live, context)
+        self.books.commit(decision, live, accepted)
+        return extra
 
     def observe(
         self,
@@ -181,6 +198,7 @@ class Planner:
         count: int,
         drafts: np.ndarray,
         accepted: np.ndarray,
+        extra: float | None = None,
     ) -> None:
         """A round is over. What the text says of its drafts, verified or not, is told to `learn`.
 
@@ -192,14 +210,16 @@ class Planner:
             count: total rows of the pass that ran.
             drafts: nodes of each request that were verified, the root not counted.
             accepted: of these, accepted.
+            extra: what `committed` said, where it was told of the round before.
         """
+        if extra is None:
+            extra = self.committed(decision, len(rows), context, int(accepted.sum()))
         quote = self.prices.quote(len(rows), context)
         index, place = self.prices.place[decision.shape], int(self.prices.counts.searchsorted(count))
         if self.books.rounds % AGEING == 0:
             self.acceptance.age(AGEING)
             self.scores.age((1 - 1 / MEMORY) ** AGEING)
             self.prices.age(AGEING)
-        extra = self.extra(decision, len(rows), context)
         paid = max(seconds - extra, 0.1 * seconds)
         self.prices.observe(index, place, quote.draft[index] + quote.verify[place], paid)
         if decision.shape.depth and not self.scored:
@@ -271,7 +291,7 @@ class Planner:
         better shape stays better; where changes are free they happen at once.
         """
         books, shape = self.books, self.menu[choice.index]
-        entry = books.entry(shape)
+        entry = books.entry(shape, len(view.rows))
         if entry == 0.0 or shape == books.before:
             books.lost *= 0.9
             return choice, "best"
@@ -304,17 +324,17 @@ class Planner:
                 return self._decision(view, choice, reason, second)
         else:
             ride = self._trials.ride(view, cheap)
-            waits = choice.index and not self._behind(view.quote, choice)
+            waits = choice.index and not self._behind(view.quote, choice, len(view.rows))
             if ride is None or (waits and not self._worth_a_look(view, ride, choice)):
                 return self._decision(view, choice, reason, second)
             look = ride
         decision = self._decision(view, choice, reason, second, shadow=self.menu[look], ride=True)
-        beside = decision.shape if choice.index and self._behind(view.quote, choice) else None
+        beside = decision.shape if choice.index and self._behind(view.quote, choice, len(view.rows)) else None
         return decision._replace(beside=beside, going=going)
 
-    def _behind(self, quote: Quote, choice: Choice) -> bool:
+    def _behind(self, quote: Quote, choice: Choice, live: int) -> bool:
         """Whether a dear shape, drafted behind every lookup, loses less than by waiting for what that says."""
-        drafting = self.books.shadow(self.menu[choice.index], quote)
+        drafting = self.books.shadow(self.menu[choice.index], quote, live)
         return self._found * drafting < (1 - self._found) * self.prices.table.fixed
 
     def _worth_a_look(self, view: View, look: int, choice: Choice) -> bool:
@@ -329,18 +349,31 @@ class Planner:
         The higher rate wins, whatever rate is usual: stretches of text in which one drafter does better than the other
         have their lengths in tokens, and are to be left behind in the shortest time.
         """
-        table, kind = self.prices.table, decision.shape.kind
         if decision.beside is None:
-            waits = self.books.missed[kind] > live * (1 + max(shape.depth for shape in self.menu))
-            seconds = decision.seconds + table.fixed + waits * table.catch_up_time(kind, self.books.missed[kind])
+            seconds = decision.seconds + self.prices.table.fixed
         else:  # it is drafted already
-            seconds = decision.seconds - self.books.shadow(decision.shape, self.prices.quote(live, context))
-        if decision.tokens > cheap.rate * seconds:
+            seconds = decision.seconds - self.books.shadow(decision.shape, self.prices.quote(live, context), live)
+        better = decision.tokens / seconds
+        if better > cheap.rate and (decision.beside is not None or self._returns(decision, cheap, better, live)):
             return self._turned(decision, live)
-        if cheap.shadow is not None:
+        if cheap.shadow is None:
+            self._found += (1 - self._found) / LOOKS
+        else:
             cheap = cheap._replace(shape=PLAIN)
-        self._found += (1 - self._found) / LOOKS
         return cheap._replace(reason="scores")
+
+    def _returns(self, decision: Decision, cheap: Decision, better: float, live: int) -> bool:
+        """Whether a dear shape that is better is made, though its drafter may have to catch up first.
+
+        That pays for many rounds, so it is bought as a change of shape is (`_settle`): when as much was lost without.
+        """
+        price = self.books.catch_up(decision.shape.kind, live)
+        if price > 0:
+            self._rent += cheap.seconds * (1 - cheap.rate / better)
+            if self._rent < price:
+                return False
+        self._rent = 0.0
+        return True
 
     def _turned(self, decision: Decision, live: int) -> Decision:
         """The shape itself, after a look that promises less: to be drafted, if it is not yet, and fitted."""

@@ -70,7 +70,7 @@ class Trials:
                 continue
             expected = view.choice(index, hope.place)  # the very pass that might be better
             gain = _improvement(math.log(expected.rate / choice.rate), math.log(hope.rate / expected.rate))
-            entry = books.entry(menu[index]) + books.back(menu[index], len(view.rows))
+            entry = books.entry(menu[index], len(view.rows)) + books.back(menu[index], len(view.rows))
             each = max(expected.seconds * max(1 - expected.rate / choice.rate, 0.0), NEGLIGIBLE * plain)
             # As many rounds as cost what the way in costs: at most twice the price of what is learned.
             rounds = min(max(round(entry / each), 1), LONGEST)
@@ -83,7 +83,7 @@ class Trials:
         shape = menu[found.index]
         if shape.depth and choice.index == 0 and deviation[found.index, found.place] <= 2 * NOISE:
             # How long it takes is known; whether it is accepted can be seen beside a plain round.
-            shadow = books.shadow(shape, quote)
+            shadow = books.shadow(shape, quote, len(view.rows))
             if shadow < price and shadow <= books.purse:
                 return shape
         if price > books.purse:
@@ -99,8 +99,9 @@ class Trials:
 
     def cheap(self, view: View) -> list[int]:
         """Shapes so cheap to make that another round may take them along, the better ones first."""
-        host = self.books.table.aside_time(len(view.rows))
-        prices = [0.0] + [self.books.shadow(shape, view.quote) - host for shape in self.books.menu[1:]]
+        live = len(view.rows)
+        host = self.books.table.aside_time(live)
+        prices = [0.0] + [self.books.shadow(shape, view.quote, live) - host for shape in self.books.menu[1:]]
         found = [index for index, price in enumerate(prices) if index and price <= RIDE * view.plain]
         return sorted(found, key=lambda index: -view.whole[index])
 
@@ -109,8 +110,8 @@ class Trials:
         books = self.books
         if books.fares is None:
             books.fares = OPENING * view.plain
-        fares = books.fares
-        return next((index for index in cheap if books.shadow(books.menu[index], view.quote) <= fares), None)
+        fares, live = books.fares, len(view.rows)
+        return next((index for index in cheap if books.shadow(books.menu[index], view.quote, live) <= fares), None)
 
 
 def _improvement(ahead: float, deviation: float) -> float:

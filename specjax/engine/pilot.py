@@ -167,6 +167,8 @@ class Pilot:
             waiting[rows] = 0 if kind in following.caught_up else waiting[rows] + emitted.counts[rows]
         # The time since the last round ended holds this round's pass and the next one's draft: exchange the drafts.
         seconds = max(now - self._since - following.cost + spent, 1e-6)
+        accepted = np.maximum(emitted.counts[rows] - 1, 0)
+        extra = self.planner.committed(decision, len(rows), context, int(accepted.sum()))
 
         def learn() -> None:
             began = time.thread_time()
@@ -177,7 +179,8 @@ class Pilot:
                 seconds=seconds,
                 count=width.count,
                 drafts=verified[rows] - 1,
-                accepted=np.maximum(emitted.counts[rows] - 1, 0),
+                accepted=accepted,
+                extra=extra,
             )
             self._followed.extend(drafts)
             self._learn(emitted)

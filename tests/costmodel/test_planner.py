@@ -348,6 +348,25 @@ def test_a_lookup_is_made_before_a_dear_draft_and_may_save_it():
         assert plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.02, 3)).budgets.tolist() == [1]
 
 
+def test_a_drafter_comes_back_when_as_much_was_lost_as_its_return_costs():
+    """Not never, because a single round is not worth it, and not at once, because the lookups may go on."""
+    plan, decision, _, dear = looking()
+    rows, nothing = np.arange(1), (np.array([0]), chain_of(0.95, 4))
+    plan.prices.table.catch_up["eagle3"] = (1.0, 0.0)  # a plain round takes as long
+    plan.books.missed["eagle3"] = 4.0
+    assert plan.fit(decision, rows, nothing[0], 500.0, nothing[1]).shape == dear  # its draft takes so many in itself
+    for _ in range(2):
+        plan.books.missed["eagle3"], lost = 9.0, 0.0
+        while (fitted := plan.fit(decision, rows, nothing[0], 500.0, nothing[1])).shape == PLAIN:
+            assert (fitted.reason, fitted.budgets.tolist()) == ("scores", [1])
+            lost += fitted.seconds * (
+                1 - fitted.rate / (decision.tokens / (decision.seconds + plan.prices.table.fixed))
+            )
+        assert fitted.shape == dear and 0.5 < lost <= 1.0
+        # The next decision knows at once that it is back, though the round is learned from later.
+        assert plan.committed(fitted, 1, 500.0, 2) == 1.0 and plan.books.missed["eagle3"] == 0.0
+
+
 def test_a_dear_draft_is_made_right_behind_the_lookups_while_these_seldom_help():
     """A wait takes 0.02 here and the dear draft 0.1: worth it from one lookup in six that is verified."""
     plan, decision, cheap, dear = looking(wait=0.02)

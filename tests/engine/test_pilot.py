@@ -68,8 +68,11 @@ class Scripted:
             budgets = np.ones(len(rows), int)
         return decision._replace(rows=int(budgets.sum()), budgets=budgets)
 
-    def observe(self, decision, rows, context, *, seconds, count, drafts, accepted):
-        assert seconds > 0
+    def committed(self, decision, live, context, accepted):
+        return 0.0
+
+    def observe(self, decision, rows, context, *, seconds, count, drafts, accepted, extra):
+        assert seconds > 0 and extra == 0.0
         assert (accepted <= drafts).all()
         assert len(rows) + drafts.sum() <= count
         self.seen.append((decision.shape, rows.tolist(), drafts.tolist(), accepted.tolist()))
