@@ -194,11 +194,11 @@ class _Bench:
             cheapest = min(table.draft, key=lambda shape: table.draft_time(shape, live, context))
             if (drafting := table.draft_time(cheapest, live, context)) > CHEAP * self.verify(live, 1, context):
                 return 0.0  # nothing rides along
-            time_of, drafting = (self._busy, 0.0) if self._shares_processor else (self._beyond, drafting)
+            drafting *= not self._shares_processor  # the device's time is none of the host's
             found = []
             for _ in range(ASIDES):
                 plain, taking = (Planner(table, (), self._counts, live), _Taking(cheapest, table, self._counts, live))
-                found.append(time_of(taking, live, context) - time_of(plain, live, context) - drafting)
+                found.append(self._beyond(taking, live, context) - self._beyond(plain, live, context) - drafting)
             return statistics.median(found)
 
         first, all_of_them = (self._cell(f"aside {live}", lambda live=live: measure(live)) for live in (1, batch))
@@ -212,13 +212,15 @@ class _Bench:
     def _beyond(self, planner: Planner, live: int, context: int) -> float:
         """Median seconds of real rounds beyond their passes.
 
-        Each is compared with a pass right after it, as passes drift by more than the host takes.
+        Each is compared with a pass right after it, as passes drift by more than the host takes. Where they share a
+        processor even these differ by more: there the host's time is that of its thread.
         """
+        clock = time.thread_time if self._shares_processor else time.perf_counter
 
         def step() -> float:
-            started = time.perf_counter()
+            started = clock()
             self.engine.step()
-            return time.perf_counter() - started - self._once(live, 1, context)
+            return clock() - started - self._once(live, 1, context, clock=clock)
 
         return self._rounds(planner, live, context, step)
 
@@ -226,16 +228,6 @@ class _Bench:
     def _shares_processor(self) -> bool:
         """Whether the host computes where the programs do: then its time is seconds of their cores, whenever it is."""
         return jax.default_backend() == "cpu"
-
-    def _busy(self, planner: Planner, live: int, context: int) -> float:
-        """Median processor seconds of the host's thread in real rounds."""
-
-        def step() -> float:
-            started = time.thread_time()
-            self.engine.step()
-            return time.thread_time() - started
-
-        return self._rounds(planner, live, context, step)
 
     def _rounds(self, planner: Planner, live: int, context: int, step: Callable[[], float]) -> float:
         """Median of `step` over rounds of `live` real requests, which `planner` decides."""
@@ -286,14 +278,15 @@ class _Bench:
         draft: DraftShape | None = None,
         kind: str | None = None,
         times: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> float:
-        """Seconds of a pass of `rows` rows a request on average, and of what is dispatched behind it."""
+        """Seconds (of a clock) of a pass of `rows` rows a request on average, and of what is dispatched behind it."""
         each = np.zeros(self.programs.batch, int)
         each[:live] = np.diff(np.ceil(np.arange(live + 1) * rows)).astype(int)
         width, budgets = self.programs.fit(each), np.maximum(each, 1).astype(np.int32)
         lengths = np.where(each > 0, context, 1).astype(np.int32)
         state = jax.block_until_ready(self._pin(self._state, lengths, each > 0, budgets))
-        started = time.perf_counter()
+        started = clock()
         state, emitted = self.programs.verify(width, self.params, state, budgets)
         wait: Any = emitted
         if kind is not None:
@@ -305,7 +298,7 @@ class _Bench:
                 wait = (emitted, drafted)
         jax.block_until_ready(jax.device_get(wait))
         jax.block_until_ready(state.lengths)
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         self._state = state
         return seconds
 

@@ -187,7 +187,7 @@ def test_what_a_ride_costs_the_host_is_measured_on_rounds_that_take_one(engine, 
         assert (decision.shape, decision.shadow) == (PLAIN, LOOKUP if decision.ride else None)
         return 0.010 * live if decision.ride else 0.002
 
-    monkeypatch.setattr(bench, "_busy", beyond)
+    monkeypatch.setattr(bench, "_beyond", beyond)
     grid = table.draft[LOOKUP]
     free, dear = (
         dataclasses.replace(
