@@ -4,6 +4,7 @@ A run is a folder of `specjax train run`. Left the loss of the steps, right the 
 the held-out slice of the corpus, both against packed tokens.
 """
 
+import collections
 import json
 import sys
 from pathlib import Path
@@ -20,9 +21,12 @@ def main() -> None:
         sys.exit(__doc__)
     figure = Figure(figsize=(10, 4), layout="constrained")
     loss, length = figure.subplots(1, 2)
+    seen: collections.Counter = collections.Counter()
     for folder in map(Path, sys.argv[2:]):
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        name = json.loads((folder / "run.json").read_text())["recipe"]["drafter"]
+        drafter = json.loads((folder / "run.json").read_text())["recipe"]["drafter"]
+        seen[drafter] += 1
+        name = drafter if seen[drafter] == 1 else f"{drafter}, run {seen[drafter]}"
         tokens, losses = (np.array([line[key] for line in lines]) for key in ("tokens", "loss"))
         size = min(SMOOTH, len(losses))
         loss.plot(tokens[size - 1 :] / 1e3, np.convolve(losses, np.ones(size) / size, "valid"), label=name)

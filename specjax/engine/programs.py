@@ -70,6 +70,7 @@ class Programs:
         self.widths = verify_widths(batch, stage.shape.rows)
         self._members: dict[tuple[DraftShape, int], Callable] = {}
         self._catch_up: dict[str, Callable] = {}
+        self._rooms: dict[str, tuple[int, ...]] = {}
         self.lookup: DraftShape | None = None
         a_pass: Callable = step.verify_commit
         if isinstance(stage.drafter, DrafterSet):
