@@ -27,6 +27,7 @@ class Books:
         table: prices of changes.
         menu: shapes.
         ring: newest tokens of a request that a drafter can catch up on; older ones are dropped.
+        room: of these, what a draft takes in of itself; None for those of one round.
 
     Attributes:
         current: shape of the last round, drafts apart that were verified for their scores.
@@ -47,10 +48,10 @@ class Books:
         accepted: of these, accepted.
     """
 
-    def __init__(self, table: Table, menu: Sequence[DraftShape], ring: int):
+    def __init__(self, table: Table, menu: Sequence[DraftShape], ring: int, room: int | None = None):
         self.table, self.menu, self.ring = table, tuple(menu), ring
         self._place = {shape: index for index, shape in enumerate(self.menu)}
-        self._steps = 1 + max(shape.depth for shape in self.menu)  # tokens that a draft takes in of itself
+        self._room = 1 + max(shape.depth for shape in self.menu) if room is None else room
         self.current = PLAIN
         self.rounds = 0
         self.ahead = 0.0
@@ -81,9 +82,9 @@ class Books:
         return 0.0 if shape == self.current else self.table.switch + self.catch_up(shape.kind, live)
 
     def catch_up(self, kind: str, live: int) -> float:
-        """Seconds that a drafter takes before it can draft; what a single round leaves is taken in by the draft."""
+        """Seconds that a drafter takes before it can draft, where it missed more than a draft takes in of itself."""
         missed = self.missed.get(kind, 0.0)
-        return self.table.catch_up_time(kind, missed) if missed > self._steps * live else 0.0
+        return self.table.catch_up_time(kind, missed) if missed > self._room * live else 0.0
 
     def back(self, shape: DraftShape, live: int) -> float:
         """Seconds to return to the current shape from a short trial of another."""

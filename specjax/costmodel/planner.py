@@ -40,6 +40,7 @@ class Planner:
         explore: try what is uncertain; off for a plan on paper.
         scored: drafts come with scores, so that cheap ones may ride along with plain rounds.
         ring: newest tokens of a request that a drafter can catch up on; older ones are dropped.
+        room: tokens of a request that a draft takes in of itself; None for those of one round.
         acceptance: estimates to begin with; None begins at the priors.
 
     Attributes:
@@ -59,6 +60,7 @@ class Planner:
         explore: bool = True,
         scored: bool = False,
         ring: int = 64,
+        room: int | None = None,
         acceptance: Acceptance | None = None,
     ):
         self.menu = tuple(dict.fromkeys((PLAIN, *menu)))
@@ -67,7 +69,7 @@ class Planner:
         self.acceptance = Acceptance(drafted, batch) if acceptance is None else acceptance
         self.scores = ScoreMap(list(dict.fromkeys(s.kind for s in drafted)), len(TEMPERATURES) + 1)
         self.explore, self.scored = explore, scored
-        self.books = Books(table, self.menu, ring)
+        self.books = Books(table, self.menu, ring, room)
         self._trials = Trials(self.books)
         self._forest = Forest(self.menu, self.acceptance)
         self._found = 0.5  # share of lookups before a dear draft that were verified, of late

@@ -22,6 +22,7 @@ from specjax.drafters.hybrid import Hybrid
 from specjax.drafters.ngram import NGram
 from specjax.drafters.recurrent import Recurrent
 
+ROUNDS = 4  # of the longest kind that a drafter may miss without having to catch up
 RING = 64  # positions; a pass over so many rows in one layer costs about what a few drafted tokens do
 
 
@@ -110,6 +111,11 @@ class DrafterSet:
     def steps(self) -> int:
         """Rows of a request that one round leaves to be taken in, at most."""
         return self.shape.depth + 1
+
+    @property
+    def room(self) -> int:
+        """Rows that a draft takes in of itself, at most; who misses more catches up first, on the whole ring."""
+        return min(ROUNDS * self.steps, self.ring)
 
     def reads_features(self, kind: str) -> bool:
         """Whether the member `kind` falls behind in rounds of others."""

@@ -332,7 +332,8 @@ class Engine:
         counts = sorted({width.count for width in self.programs.widths})
         menu, batch = self.drafter.menu, self.config.batch
         acceptance = Acceptance([shape for shape in menu if shape.depth], batch, priors(self.drafter))
-        planner = Planner(self._table, menu, counts, batch, scored=True, acceptance=acceptance)
+        keeps = {"ring": self.drafter.ring, "room": self.drafter.room}
+        planner = Planner(self._table, menu, counts, batch, scored=True, acceptance=acceptance, **keeps)
         return Pilot(planner, self.drafter, self.programs)
 
     def _piloted(self, pilot: Pilot) -> list[tuple[int, Chunk]]:

@@ -91,7 +91,7 @@ class Pilot:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.planner, self.programs, self.thinking, self.clock = planner, programs, thinking, clock
-        self._steps, self._ring = drafters.steps, drafters.ring
+        self._steps, self._room, self._ring = drafters.steps, drafters.room, drafters.ring
         kinds = [member.kind for member in drafters.members if drafters.reads_features(member.kind)]
         self._waiting = {kind: np.zeros(programs.batch, int) for kind in kinds}  # rows to take in, of each request
         self._standing: Standing | None = None
@@ -234,7 +234,7 @@ class Pilot:
         kinds, caught_up, waits = {drafted.kind, (decision.beside or drafted).kind}, set(), {}
         for kind, waiting in self._waiting.items():
             waits[kind] = most = int((waiting + running)[rows].max())
-            if (kind in kinds and most > self._steps) or most + self._steps > self._ring:
+            if (kind in kinds and most > self._room) or most + self._steps > self._ring:
                 state = self.programs.catch_up(kind, params, state)
                 caught_up.add(kind)
                 waits[kind] = 1  # the newest is taken in again

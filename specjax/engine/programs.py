@@ -116,7 +116,7 @@ class Programs:
     def draft_as(self, shape: DraftShape, params: Any, state: State, waiting: int = 1) -> tuple[State, jax.Array]:
         """Redraft in a shape of the set's menu; also the draft for the host (`proposal.packed`).
 
-        No more than `waiting` rows of a request wait for the shape's drafter, and no more than one round leaves.
+        No more than `waiting` rows of a request wait for the shape's drafter, and no more than `DrafterSet.room`.
         """
         return self._members[shape, next(room for room in self._rooms[shape.kind] if room >= waiting)](params, state)
 
@@ -219,15 +219,13 @@ def _draft(stage: Stage, params: Any, state: State) -> tuple[State, jax.Array]:
 
 
 def _rooms(drafters: DrafterSet, kind: str) -> tuple[int, ...]:
-    """Rows that a draft of a kind takes in first: what most rounds leave, and what any round does.
+    """Rows that a draft of a kind takes in first: what most rounds leave, what any round does, and what some leave.
 
     For a batch the rows of a round that verified a lookup cost as much as the draft itself, and hardly one is real.
     """
-    return (
-        tuple(sorted({min(FEW, drafters.steps), drafters.steps}))
-        if drafters.reads_features(kind)
-        else (drafters.steps,)
-    )
+    if not drafters.reads_features(kind):
+        return (drafters.room,)
+    return tuple(sorted({min(FEW, drafters.steps), drafters.steps, drafters.room}))
 
 
 def _member_programs(
