@@ -51,7 +51,7 @@ class Books:
     def __init__(self, table: Table, menu: Sequence[DraftShape], ring: int, room: int | None = None):
         self.table, self.menu, self.ring = table, tuple(menu), ring
         self._place = {shape: index for index, shape in enumerate(self.menu)}
-        self._room = 1 + max(shape.depth for shape in self.menu) if room is None else room
+        self.room = 1 + max(shape.depth for shape in self.menu) if room is None else room
         self.current = PLAIN
         self.rounds = 0
         self.ahead = 0.0
@@ -84,7 +84,7 @@ class Books:
     def catch_up(self, kind: str, live: int) -> float:
         """Seconds that a drafter takes before it can draft, where it missed more than a draft takes in of itself."""
         missed = self.missed.get(kind, 0.0)
-        return self.table.catch_up_time(kind, missed) if missed > self._room * live else 0.0
+        return self.table.catch_up_time(kind, missed) if missed > self.room * live else 0.0
 
     def back(self, shape: DraftShape, live: int) -> float:
         """Seconds to return to the current shape from a short trial of another."""

@@ -94,6 +94,11 @@ class Programs:
         drafts = len(self._members) + len(self._catch_up) or int(self.stage.drafter is not None)
         return 3 + drafts + len(self._prefill) + (1 if self.rounds > 1 else len(self._verify))
 
+    @property
+    def drafts(self) -> tuple[tuple[DraftShape, int], ...]:
+        """Draft programs of a set: the shape, and the rows of a request that may wait for it."""
+        return tuple(self._members)
+
     def fit(self, live: np.ndarray) -> Width:
         """The narrowest verify size that holds `live` rows a request (0 for a request that takes no part)."""
         total, most = int(live.sum()), int(live.max())
@@ -164,7 +169,7 @@ class Programs:
         tick("insert")
         state = self.release(state, 0, 1)
         tick("release")
-        for shape, room in self._members:
+        for shape, room in self.drafts:
             state, _ = self.draft_as(shape, params, state, room)
             tick(f"draft {shape.kind} {shape.rows}")
         for kind in self._catch_up:

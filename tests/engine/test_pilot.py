@@ -301,10 +301,12 @@ def test_rounds_that_are_learned_from_together_teach_what_they_do_one_by_one(eng
     def told(thinking):
         planner = piloted(engine, [(CHAIN, None)])
         engine.pilot.thinking = thinking
-        calls, observe = [], planner.observe
+        calls, committed, observe = [], [], planner.observe
         planner.observe = lambda *args, **kwargs: calls.append(engine.pilot._rounds) or observe(*args, **kwargs)
+        planner.committed = lambda *_: float(committed.append(engine.pilot._rounds) or 0)
         engine.generate(PROMPTS[1], SamplingParams(max_tokens=31))
         engine.pilot._settle()
+        assert committed == list(range(1, len(calls) + 1))  # who has missed what is told at once in any case
         return planner.seen, planner.learned, calls
 
     seen, learned, calls = told(math.inf)
@@ -326,6 +328,16 @@ def test_a_draft_copies_no_cache(engine, shape):
     written = [line for line in text.splitlines() if f"= {kept}" in line]
     assert any("scatter" in line for line in written)
     assert not [line for line in written if " copy(" in line]
+
+
+def test_the_planner_knows_what_a_draft_takes_in_of_itself(engine):
+    """Four rounds of the longest kind, or all that may wait; and each program takes in what it says."""
+    engine.reset()
+    books, drafters = engine.pilot.planner.books, engine.drafter
+    assert (books.ring, books.room) == (RING, drafters.room) == (16, 16)
+    assert dataclasses.replace(drafters, ring=64).room == 16 and dataclasses.replace(drafters, ring=9).room == 9
+    rooms = {shape.kind: [room for other, room in engine.programs.drafts if other == shape] for shape in MENU}
+    assert rooms == {"ngram": [16], "eagle3": [3, 4, 16], "mtp": [3, 4, 16]}
 
 
 def test_every_pass_leaves_the_lookup_that_a_program_of_its_own_would_make(engine):
