@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+import specjax
 from specjax.cli import flags, prompts
 
 if TYPE_CHECKING:
@@ -137,9 +138,13 @@ class Data(flags.CommonFlags):
         return False
 
     def _held_out(self) -> str:
-        if self.held_out is None and not Path(HELD_OUT).exists():
-            raise ValueError(f"{HELD_OUT} is not in this folder: name the prompts to measure drafters on (--held-out)")
-        return self.held_out or HELD_OUT
+        """The prompts that must stay out: those that are named, or the ones that come with specjax."""
+        if self.held_out is not None:
+            return self.held_out
+        for root in (Path(), Path(specjax.__file__).parents[1]):
+            if (root / HELD_OUT).exists():
+                return str(root / HELD_OUT)
+        raise ValueError(f"there is no {HELD_OUT} here: name the prompts to measure drafters on (--held-out)")
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -75,7 +75,12 @@ class Run(flags.CommonFlags):
 
         flags.check_outputs(self.plot)
         recipe = self._recipe()
-        trainer, corpus = load(recipe, self.corpus, self.out, resume=self.resume)
+        try:
+            trainer, corpus = load(recipe, self.corpus, self.out, resume=self.resume)
+        except KeyboardInterrupt:
+            if (Path(self.out) / "run.json").exists():
+                flags.note("stopped before the first step; --resume goes on from here")
+            raise
         with stopping() as stopped, _bar() as report:
             complete = trainer.run(report, stopped)
         metrics = [json.loads(x) for x in (Path(self.out) / "metrics.jsonl").read_text().splitlines()]

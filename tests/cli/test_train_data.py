@@ -1,6 +1,7 @@
 """`specjax train data` and `specjax train show`, with a target whose words are random letters."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from support import chat, toy
 
 from specjax.cli import flags
 from specjax.cli.main import main
+from specjax.cli.train_data import Data
 from specjax.training.corpus import Corpus, Origin
 from specjax.weights import load
 
@@ -84,7 +86,7 @@ def test_ctrl_c_keeps_what_is_finished(run, capsys, monkeypatch, engine):
     assert len(Corpus.open("c")) > kept
 
 
-def test_refused_before_anything_is_loaded(run, capsys, tmp_path):
+def test_refused_before_anything_is_loaded(run, capsys, tmp_path, monkeypatch):
     (tmp_path / "gsm8k.jsonl").write_text('{"prompt": "x"}\n')
     cases = {
         ("--tokens", "0"): "--tokens must be at least 1",
@@ -95,6 +97,8 @@ def test_refused_before_anything_is_loaded(run, capsys, tmp_path):
     for argv, message in cases.items():
         assert run(*DATA, *argv) == 2
         assert message in capsys.readouterr().err
+    assert Path(Data(out="c", tokens=9)._held_out()).is_file()  # elsewhere it is the one that comes with specjax
+    monkeypatch.setattr("specjax.__file__", str(tmp_path / "lib" / "specjax" / "__init__.py"))
     assert run("data", "--out", "c", "--tokens", "9") == 2
     assert "--held-out" in capsys.readouterr().err
     assert not run.asked and not (tmp_path / "c").exists()

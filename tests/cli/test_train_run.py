@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from specjax.cli import train_run
+from specjax.cli.main import main
 from specjax.drafters.formats import read
 from specjax.engine import compilation
 from specjax.targets import decoder
@@ -34,3 +35,18 @@ def test_a_block_drafter_goes_on_with_the_mask_token_of_its_start(drafter, own, 
     (tmp_path / "checkpoints").mkdir()  # a run that goes on: `run.json` knows
     made, _ = train_run.load(recipe, "corpus", str(tmp_path), resume=True)
     assert made.start is None and made.recipe.mask_token_id == own
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_stopped_before_the_first_step_it_says_how_to_go_on(began, monkeypatch, tmp_path, capsys):
+    """Features take their time; the recipe is kept by then."""
+    if began:
+        (tmp_path / "run.json").write_text("{}")
+
+    def stop(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_run, "load", stop)
+    argv = ["train", "run", "--drafter", "mtp", "--corpus", "corpus", "--out", str(tmp_path), "--steps", "1"]
+    assert main(argv) == 130
+    assert ("--resume goes on" in capsys.readouterr().err) == began
