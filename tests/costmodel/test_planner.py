@@ -348,6 +348,23 @@ def test_a_lookup_is_made_before_a_dear_draft_and_may_save_it():
         assert plan.fit(turned, rows, np.array([2]), 500.0, chain_of(0.02, 3)).budgets.tolist() == [1]
 
 
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_trial_verifies_the_pass_that_is_on_trial(requests):
+    """Though the scores promise nothing: its time is what is to be learned. What the draft cannot fill is not run."""
+    chain, rows = SHAPES[2], np.arange(requests)
+    plan = planner(
+        flat(0.4), shapes=(chain,), counts=tuple(requests * n for n in range(1, chain.rows + 1)), scored=True
+    )
+    nodes = Nodes(
+        np.tile(chain_of(0.02, chain.rows).scores, (requests, 1)), np.tile(np.arange(chain.rows) - 1, (requests, 1))
+    )
+    wide, live = requests * chain.rows, np.full(requests, chain.depth)
+    trial = plan.decide(rows, 500.0)._replace(shape=chain, shadow=None, reason="trial", rows=wide)
+    assert plan.fit(trial, rows, live, 500.0, nodes).rows == wide
+    assert plan.fit(trial, rows, np.ones(requests, int), 500.0, nodes).budgets.tolist() == [2] * requests
+    assert plan.fit(trial._replace(reason="best", tokens=999.0), rows, live, 500.0, nodes).rows == requests
+
+
 def test_a_drafter_comes_back_when_as_much_was_lost_as_its_return_costs():
     """Not never, because a single round is not worth it, and not at once, because the lookups may go on."""
     plan, decision, _, dear = looking()
